@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ("zeroaccel", "cli")
-"""Folders whose docstrings, comments and messages must follow the rules."""
+SOURCES = ("zeroaccel", "cli", "templates", "benchmarks", "docs", "examples", "tests", ".ci")
+"""The folders whose docstrings, comments and messages the rules apply to."""
+QUOTING = ("tests", ".ci")
+"""The folders whose strings quote other texts: the rules apply to their docstrings and comments only."""
 MIN_MESSAGE_WORDS = 4
 """Shorter strings in code are names, keys or labels, which the rules do not cover."""
 MAX_COLUMNS = 130
@@ -89,7 +91,7 @@ def main(paths: Sequence[str] = ()) -> int:
         if file.suffix == ".md":
             findings += page_findings(file.read_text(), place)
         else:
-            findings += source_findings(file.read_text(), place)
+            findings += source_findings(file.read_text(), place, messages=not place.startswith(QUOTING))
     for finding in findings:
         print(finding)
     return 1 if findings else 0
@@ -97,7 +99,11 @@ def main(paths: Sequence[str] = ()) -> int:
 
 def pages() -> list[Path]:
     """Returns the pages that must follow the rules."""
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [
+        *sorted(ROOT.glob("*.md")),
+        *sorted((ROOT / "docs").rglob("*.md")),
+        *sorted((ROOT / "tests").glob("**/README.md")),
+    ]
 
 
 def sources() -> list[Path]:
@@ -105,13 +111,13 @@ def sources() -> list[Path]:
     return [path for folder in SOURCES for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
-def source_findings(text: str, place: str) -> Iterator[Finding]:
-    """Checks the docstrings, comments and messages of a module."""
-    for line, prose in [*_docstrings_and_messages(text), *_comments(text)]:
+def source_findings(text: str, place: str, *, messages: bool = True) -> Iterator[Finding]:
+    """Checks the docstrings and comments of a module, and its messages unless they quote other texts."""
+    for line, prose in [*_docstrings_and_messages(text, messages), *_comments(text)]:
         yield from sentence_findings(prose, f"{place}:{line}")
 
 
-def _docstrings_and_messages(text: str) -> Iterator[tuple[int, str]]:
+def _docstrings_and_messages(text: str, messages: bool) -> Iterator[tuple[int, str]]:
     tree = ast.parse(text)
     pieces = {id(piece) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for piece in node.values}
     documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
@@ -123,7 +129,7 @@ def _docstrings_and_messages(text: str) -> Iterator[tuple[int, str]]:
             prose = inspect.cleandoc(node.value) if id(node) in documentation else node.value
         else:
             continue
-        if id(node) in documentation or len(prose.split()) >= MIN_MESSAGE_WORDS:
+        if id(node) in documentation or (messages and len(prose.split()) >= MIN_MESSAGE_WORDS):
             yield node.lineno, prose
 
 

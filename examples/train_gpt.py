@@ -50,7 +50,7 @@ def rotated(x: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """Causal attention, then a two-layer network; each is added to its input, which it reads normalised."""
+    """Causal attention, then a two-layer network; each is added to its input, which it reads normalized."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()

@@ -12,7 +12,7 @@ _SHARED = re.compile(r"^(?P<indent> +)(?P<names>\w+(, \w+)+): ?(?P<text>.*)$")
 
 
 class DocstringSections(griffe.Extension):
-    """Renames sections that griffe does not recognise, and repeats a description that several parameters share."""
+    """Renames sections that griffe does not recognize, and repeats a description that several parameters share."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Rewrites the docstring of an object before griffe parses it."""

@@ -60,7 +60,7 @@ class Facts:
         offload_param_path, offload_optimizer_path: folder for "nvme".
         save_16bit_weights: gather and write all weights in 16 bits when a model is saved.
         hpz_partition_size, quantized_weights, quantized_gradients: settings of ZeRO++.
-        frozen_weights: quantisation format of frozen matrices.
+        frozen_weights: quantization format of frozen matrices.
         lr, weight_decay, betas, eps: arguments of the optimizer.
         warmup_num_steps, total_num_steps: optimizer steps of the schedule.
         training: True if the caller passes an optimizer, which requires batch sizes.

@@ -105,7 +105,7 @@ def _autocast_without_codes(config: Config) -> _Found:
     if config.torch_autocast.enabled and config.zero_optimization.zero_quantized_weights:
         yield Problem(
             ("torch_autocast", "enabled"),
-            text="weights cannot be gathered in quantised form under autocast",
+            text="weights cannot be gathered in quantized form under autocast",
             fix="set zero_quantized_weights to false, or enable bf16 instead of autocast",
         )
 
@@ -266,7 +266,7 @@ def _spread_needs_shards(config: Config) -> _Found:
     if sharded and zero.zero_quantized_gradients and zero.mics_shard_size > 0:
         yield Problem(
             ("zero_optimization", "zero_quantized_gradients"),
-            text="gradient sums across replicas (mics_shard_size) cannot be quantised",
+            text="gradient sums across replicas (mics_shard_size) cannot be quantized",
             fix="remove one; zero_hpz_partition_size keeps the gathers of backward inside a node (docs/zeropp.md)",
         )
 

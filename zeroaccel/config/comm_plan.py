@@ -1,4 +1,4 @@
-"""Communication plan for ZeRO++ and MiCS: shard groups, quantised collectives, and bytes sent per step.
+"""Communication plan for ZeRO++ and MiCS: shard groups, quantized collectives, and bytes sent per step.
 
 `comm_plan` derives the plan from a `Config` and a number of ranks; `comm/hierarchical.py` implements its collectives.
 `step_traffic` computes the bytes of a plan in closed form, for estimates before a run; `comm/recording.py` counts the
@@ -36,9 +36,9 @@ class CommPlan:
         quantized_weights: True to all-gather weights as int8 (qwZ).
         fp8_weights: True to use e4m3 instead of int8, with the same number of bytes.
         quantized_gradients: True to reduce gradients as int4 (qgZ).
-        forced: True to quantise gradients even if that saves no traffic between nodes.
+        forced: True to quantize gradients even if that saves no traffic between nodes.
         node_size: number of consecutive ranks to treat as one machine; None for the launcher's machines.
-        watch_interval: steps between measurements of the quantisation error; 0 for none.
+        watch_interval: steps between measurements of the quantization error; 0 for none.
     """
 
     world_size: int
@@ -53,7 +53,7 @@ class CommPlan:
 
     @property
     def plain(self) -> bool:
-        """True if all ranks form one shard group, without quantisation and with the launcher's machines."""
+        """True if all ranks form one shard group, without quantization and with the launcher's machines."""
         spread = self.secondary_size == self.shard_size == self.world_size and self.node_size is None
         return spread and not (self.quantized_weights or self.quantized_gradients)
 
@@ -129,7 +129,7 @@ _RUNNING_NBYTES = 4  # per element of the running sum that replicas pass on
 
 
 def code_nbytes(numel: int, bits: int, block_numel: int, scale_nbytes: int = _SCALE_NBYTES) -> int:
-    """Returns the bytes of `numel` quantised values: one scale per block, the integers, and padding to 16 bytes."""
+    """Returns the bytes of `numel` quantized values: one scale per block, the integers, and padding to 16 bytes."""
     used = scale_nbytes * -(-numel // block_numel) + -(-numel * bits // 8)
     return -(-used // _ALIGN_NBYTES) * _ALIGN_NBYTES
 

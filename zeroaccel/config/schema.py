@@ -240,7 +240,7 @@ class ActivationCheckpointing(ConfigSection):
     number_checkpoints: PositiveCount | None = None
     """Number of inputs that the buffer holds; by default the number of repeated blocks."""
     synchronize_checkpoint_boundary: Flag = False
-    """Synchronise with the device at each checkpoint."""
+    """Synchronize with the device at each checkpoint."""
     profile: Flag = False
     """Log the time of checkpointed functions in forward and in their recomputation, and the bytes of stored inputs."""
 
@@ -313,7 +313,7 @@ class CompileArguments(ConfigSection):
     """Arguments of `torch.compile`."""
 
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
-    """Optimisation mode of the backend."""
+    """Optimization mode of the backend."""
     fullgraph: Flag = False
     """Raise an error at a graph break."""
     dynamic: Flag | None = None
@@ -353,12 +353,12 @@ class Compile(UnreadSection):
 
 
 class WeightQuantization(UnreadSection):
-    """Quantisation of the weights after loading, for inference."""
+    """Quantization of the weights after loading, for inference."""
 
     unread = "num_bits q_type q_groups quantized_initialization post_init_quant"
 
     enabled: Flag = True
-    """Quantise the weights."""
+    """Quantize the weights."""
 
 
 class Autotuning(UnreadSection):
@@ -467,7 +467,7 @@ class Checkpoint(ConfigSection):
     parallel_write: ParallelWrite = ParallelWrite()
     """Parallel writing by several ranks."""
     checkpoint_serialization: Flag = True
-    """Serialise tensors before writing."""
+    """Serialize tensors before writing."""
     writer: CheckpointWriter | None = None
     """Writer of the checkpoint files."""
     async_save: Flag = False
@@ -601,7 +601,7 @@ class Config(ConfigSection):
     tensor_parallel: TensorParallel = TensorParallel()
     """Tensor parallelism: layers split among ranks."""
     weight_quantization: WeightQuantization | None = None
-    """Quantisation of the weights for inference."""
+    """Quantization of the weights for inference."""
     amp: FreeSection = None
     """Mixed precision by Apex."""
     compression_training: FreeSection = None
@@ -611,7 +611,7 @@ class Config(ConfigSection):
     datastates_ckpt: FreeSection = None
     """Asynchronous checkpoints."""
     eigenvalue: FreeSection = None
-    """Curvature estimates for quantised training."""
+    """Curvature estimates for quantized training."""
     elasticity: FreeSection = None
     """Batch sizes that suit many numbers of ranks."""
     graph_harvesting: FreeSection = None

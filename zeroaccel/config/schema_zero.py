@@ -140,7 +140,7 @@ class ZeroPlusPlus(ConfigSection):
     weight_format: Literal["int8", "fp8"] = "int8"
     """Format for zero_quantized_weights: int8, or fp8 (e4m3), which preserves small values next to large ones."""
     watch_interval: Count = 0
-    """Number of steps between measurements of the quantisation error in gathers and reductions; 0 for none."""
+    """Number of steps between measurements of the quantization error in gathers and reductions; 0 for none."""
 
 
 class Aio(ConfigSection):
@@ -244,13 +244,13 @@ class ZeroOptimization(ConfigSection):
     zero_quantized_nontrainable_weights: Flag = False
     """Store frozen parameters as 8-bit integers (stage 3)."""
     frozen_weights: FrozenFormat | None = None
-    """Quantise frozen weight matrices: "int8", "nf4" or "mxfp4" (stages 0 to 3)."""
+    """Quantize frozen weight matrices: "int8", "nf4" or "mxfp4" (stages 0 to 3)."""
     zero_quantized_gradients: Flag = False
     """Reduce the gradients as 4-bit integers (stage 3)."""
     zeropp_loco_param: FreeSection = None
-    """Error feedback for quantised gradients."""
+    """Error feedback for quantized gradients."""
     zeropp: ZeroPlusPlus = ZeroPlusPlus()
-    """Additional settings of the quantised and hierarchical keys."""
+    """Additional settings of the quantized and hierarchical keys."""
     mics_shard_size: Integer = -1
     """Number of ranks that shard one replica of the model; -1 for all ranks."""
     mics_hierarchical_params_gather: Flag = False

@@ -211,7 +211,7 @@ _TABLE: Mapping[str, SupportStatus] = {
     "zero_optimization.zero_quantized_weights": _AT_STAGE_3,
     "zero_optimization.zero_quantized_nontrainable_weights": _AT_STAGE_3,
     "zero_optimization.zero_quantized_gradients": _AT_STAGE_3,
-    "zero_optimization.zeropp_loco_param": _refused("error feedback for quantised gradients is not available yet"),
+    "zero_optimization.zeropp_loco_param": _refused("error feedback for quantized gradients is not available yet"),
     "zero_optimization.mics_hierarchical_params_gather": _unsupported(
         "each gather includes all shards; zero_hpz_partition_size keeps gathers of backward in a node (docs/zeropp.md)"
     ),
@@ -220,7 +220,7 @@ _TABLE: Mapping[str, SupportStatus] = {
     # checkpoints
     "checkpoint.tag_validation": _ignored("the ranks always agree on the tag before writing"),
     "checkpoint.load_universal": _ignored("every checkpoint loads on any number of ranks"),
-    "checkpoint.checkpoint_serialization": _ignored("tensors are written directly, without serialisation"),
+    "checkpoint.checkpoint_serialization": _ignored("tensors are written directly, without serialization"),
     "checkpoint.use_node_local_storage": _unsupported(
         "every rank writes to the folder that it receives; to resume, collect all files of a checkpoint in one folder"
     ),
@@ -249,7 +249,7 @@ _TABLE: Mapping[str, SupportStatus] = {
     "compile.enabled": SupportStatus(Kind.WORKS, idle=_compilation_is_disabled),
     "compile.backend": SupportStatus(Kind.WORKS, idle=_nothing_is_compiled, depends=("compile.enabled",)),
     "compile.kwargs": SupportStatus(Kind.WORKS, idle=_nothing_is_compiled, depends=("compile.enabled",)),
-    "weight_quantization": _refused("quantised weights are not available yet", switch="enabled"),
+    "weight_quantization": _refused("quantized weights are not available yet", switch="enabled"),
     "autotuning": _unsupported("zeroaccel does not search; it trains with the given settings", switch="enabled"),
     "data_efficiency": SupportStatus(
         Kind.REFUSED,
@@ -261,7 +261,7 @@ _TABLE: Mapping[str, SupportStatus] = {
     # keys that DeepSpeed has removed from the format, or that were never part of it
     "amp": _refused("Apex is not supported", fix="use bf16 or fp16"),
     "compression_training": _refused(
-        "zeroaccel does not quantise or prune weights during training",
+        "zeroaccel does not quantize or prune weights during training",
         fix="remove it, and compress the trained model with torch.nn.utils.prune or torch.ao.quantization",
     ),
     "curriculum_learning": _refused(
@@ -279,7 +279,7 @@ _TABLE: Mapping[str, SupportStatus] = {
         "zeroaccel does not drop layers during training", fix="remove it, and set layerdrop in the transformers model"
     ),
     "quantize_training": _refused(
-        "zeroaccel does not quantise weights in training", fix="remove it, and use torch.ao.quantization.prepare_qat"
+        "zeroaccel does not quantize weights in training", fix="remove it, and use torch.ao.quantization.prepare_qat"
     ),
     "sparse_attention": _refused(
         "zeroaccel has no attention kernels, and DeepSpeed's take effect only in models that call them",

@@ -1,7 +1,7 @@
-"""Adapters on a frozen base model for estimates: LoRA on linear layers, and linear layers quantised by bitsandbytes.
+"""Adapters on a frozen base model for estimates: LoRA on linear layers, and linear layers quantized by bitsandbytes.
 
 The layers allocate the same memory as PEFT's and bitsandbytes' layers, without useful results. The engine's own
-quantisation (`zero_optimization.frozen_weights`) needs no substitute here.
+quantization (`zero_optimization.frozen_weights`) needs no substitute here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def adapt(model: nn.Module, workload: Workload, name: str) -> None:
     elif workload.frozen_weights and all(param.requires_grad for param in model.parameters() if param.dim() > 1):
         raise UsageError(
             "Workload.frozen_weights",
-            expected="frozen matrices, because quantised weights cannot be trained",
+            expected="frozen matrices, because quantized weights cannot be trained",
             got=f"{name}, which trains every matrix",
             fix="set Workload.lora_rank, for example to 16, or estimate a function that returns a model with adapters",
         )
@@ -47,7 +47,7 @@ def adapt(model: nn.Module, workload: Workload, name: str) -> None:
         field = "lora_rank" if workload.lora_rank else "frozen_weights"
         raise UsageError(
             f"Workload.{field}",
-            expected="linear layers besides the head, and frozen ones for quantised weights",
+            expected="linear layers besides the head, and frozen ones for quantized weights",
             got=f"{name}, which has no such layer",
             fix="estimate a function that returns the model with its adapters",
         )
@@ -88,7 +88,7 @@ class _Lora(nn.Module):
 
 
 class _Linear4bit(nn.Module):
-    """Like `bitsandbytes.nn.Linear4bit` (NF4): dequantises the whole weight in forward and in backward."""
+    """Like `bitsandbytes.nn.Linear4bit` (NF4): dequantizes the whole weight in forward and in backward."""
 
     def __init__(self, linear: nn.Linear, *, nested: bool) -> None:
         super().__init__()
@@ -110,9 +110,9 @@ class _Linear4bit(nn.Module):
         return result if self.bias is None else result + self.bias
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """Returns the dequantised weight, (out, in), without values."""
+        """Returns the dequantized weight, (out, in), without values."""
         absmax: Tensor = self.scales[0]
-        if self.nested:  # dequantised first, and the offset is added to a copy
+        if self.nested:  # dequantized first, and the offset is added to a copy
             absmax = torch.empty(absmax.shape, device=absmax.device) + 0.0
         weight = torch.empty(self.shape, dtype=dtype, device=absmax.device)
         del absmax

@@ -249,7 +249,7 @@ def _in_host_memory(shards: Sequence[tuple[int, int]]) -> int:
 
 
 def _read_ahead(shards: Sequence[tuple[int, int]], workload: Workload) -> int:
-    """Returns the bytes of the buffers for shards that are read from files; a code counts with its dequantised size."""
+    """Returns the bytes of the buffers for shards that are read from files; a code counts with its dequantized size."""
     least = 4 if workload.precision == "fp32" else 2
     itemsize = max((max(nbytes // numel, least) for numel, nbytes in shards if numel), default=0)
     return OffloadParam().buffer_count * OffloadParam().buffer_size * itemsize

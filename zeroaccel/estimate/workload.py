@@ -19,7 +19,7 @@ OptimizerName = Literal["adam", "lion", "adagrad", "momentum", "sgd"]
 FrozenWeights = Literal["", "int8", "nf4", "mxfp4", "bnb_nf4", "bnb_nf4_double"]
 
 LIBRARY_CODES = ("bnb_nf4", "bnb_nf4_double")
-"""Formats of frozen weights from bitsandbytes, the second with quantised scales; the other formats are the engine's."""
+"""Formats of frozen weights from bitsandbytes, the second with quantized scales; the other formats are the engine's."""
 
 SAMPLE_AXES = ("pp", "sp", "tp")
 """Axes of a mesh whose ranks work on the same samples; `Workload` has a field for each."""

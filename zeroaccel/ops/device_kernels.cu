@@ -165,7 +165,7 @@ __device__ __forceinline__ u8 encode_unsigned(float value, u32 exponent, u32 ran
 
 // ---- optimizer updates: the host's loops document the formulas ----
 //
-// The warp synchronises (`__syncwarp`) after the arithmetic of each item. Without it the compiler duplicates all later
+// The warp synchronizes (`__syncwarp`) after the arithmetic of each item. Without it the compiler duplicates all later
 // code for each path through a division or a root, and takes a second per kernel.
 
 // Reads the factor from the control; returns true if the update applies.

@@ -157,7 +157,7 @@ class DriverModule:
 
     Args:
         image: result of `Nvrtc.compile`.
-        device: a CUDA device with an index, which torch has initialised.
+        device: a CUDA device with an index, which torch has initialized.
         names: names of the kernels.
 
     Raises:
@@ -176,7 +176,7 @@ class DriverModule:
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), handle)
         self._module = ctypes.c_void_p()
         self._in_context("cuModuleLoadData", ctypes.byref(self._module), image)
-        # All at once, because the driver loads a kernel at its first use, which may synchronise the whole device.
+        # All at once, because the driver loads a kernel at its first use, which may synchronize the whole device.
         self._functions = {name: self._function(name) for name in names}
 
     def _function(self, name: str) -> ctypes.c_void_p:

@@ -27,7 +27,7 @@ from zeroaccel.ops.updates import BLOCK_NUMEL
 
 Hyperparameters = dict[str, Any]
 HostMemory = Callable[[Sequence[int], torch.dtype], Tensor]
-"""(shape, dtype) -> uninitialised tensor in host memory."""
+"""(shape, dtype) -> uninitialized tensor in host memory."""
 
 _GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TILE_NUMEL = 1 << 25  # limits the float32 copy of a 16-bit gradient on devices other than the CPU to 128 MiB

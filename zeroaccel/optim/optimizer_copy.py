@@ -103,7 +103,7 @@ def isolated() -> Iterator[Callable[[], bool]]:
         before = _random_states()
         devices = ACCELERATOR.module
         on_devices = devices.get_rng_state_all() if devices.is_initialized() else None
-        torch.default_generator.manual_seed(0)  # torch.manual_seed would also seed uninitialised devices
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would also seed uninitialized devices
         random.seed(0)
         np.random.seed(0)
         seeded = _random_states()

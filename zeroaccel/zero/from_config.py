@@ -168,9 +168,9 @@ def _coded(model: nn.Module, settings: Config, plan: ShardPlan) -> frozenset[int
         if any(scales_of(param) is not None for param in model.parameters()):
             raise UsageError(
                 where,
-                expected="frozen matrices that no library has quantised",
-                got="matrices that are either trained or already quantised by a library",
-                fix="remove the key, or load the base unquantised",
+                expected="frozen matrices that no library has quantized",
+                got="matrices that are either trained or already quantized by a library",
+                fix="remove the key, or load the base unquantized",
             )
         raise UsageError(
             where,

@@ -127,7 +127,7 @@ class GradientBuffer:
                 grad = grad / predivide
             if index in self.written:
                 view.add_(grad)
-            else:  # the buffer is uninitialised memory: the first micro-step overwrites, no memset needed
+            else:  # the buffer is uninitialized memory: the first micro-step overwrites, no memset needed
                 copied[0].append(view)
                 copied[1].append(grad)
         if copied[0]:

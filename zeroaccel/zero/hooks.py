@@ -459,7 +459,7 @@ def watch_construction(
 
     Args:
         on_parameter: (module, name, parameter), before the parameter is registered.
-        on_child: (parent, name, module), when an initialised module becomes part of another.
+        on_child: (parent, name, module), when an initialized module becomes part of another.
     """
     return [
         register_module_parameter_registration_hook(on_parameter),

@@ -1,11 +1,11 @@
-"""Frozen weights of quantised classes: shards and gathers the tensors that they consist of, unchanged.
+"""Frozen weights of quantized classes: shards and gathers the tensors that they consist of, unchanged.
 
-A library for quantised weights has a parameter class for the codes, and keeps the scales in plain attributes.
+A library for quantized weights has a parameter class for the codes, and keeps the scales in plain attributes.
 `attach_codes` turns scales that are large enough to shard into parameters, and notes them on the weight;
 `group_parameters` puts both into one unit. Codes and scales keep dtype and bits under any precision, and no gather
 rounds them. Smaller state is on every rank; `broadcast_state` gives it the values of rank 0.
 
-bitsandbytes' classes are recognised by name, so that nothing imports the library: `Params4bit` (NF4, FP4) with
+bitsandbytes' classes are recognized by name, so that nothing imports the library: `Params4bit` (NF4, FP4) with
 `absmax`, which also parameters within a parametrization have (`replace_parameter_4bit`), and `Int8Params`, whose layer
 has a second reference to the codes, which follows the parameter. Its CPU kernel for evaluation repacks 4-bit codes in
 the first forward and rounds the scales: `forbid_packing` turns that kernel off.
@@ -49,7 +49,7 @@ _OFFSET = "nested_offset"
 
 
 def _kind(param: Tensor | None) -> str:
-    """Returns the bitsandbytes class of a quantised weight, or "wrapper"; "" for any other parameter."""
+    """Returns the bitsandbytes class of a quantized weight, or "wrapper"; "" for any other parameter."""
     if is_wrapper(param):
         return "wrapper"
     for kind in type(param).__mro__:
@@ -60,7 +60,7 @@ def _kind(param: Tensor | None) -> str:
 
 
 def _quantized(model: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, Any, Any, str]]:
-    """Yields (fqn, module, weight, class) of every registration of a quantised weight."""
+    """Yields (fqn, module, weight, class) of every registration of a quantized weight."""
     for prefix, module in model.named_modules() if recurse else (("", model),):
         for name, param in module._parameters.items():
             if kind := _kind(param) or _kind_of_parametrized(module, param) or _kind_of_layer(module, name, param):
@@ -95,7 +95,7 @@ def _set(owner: Any, name: str, value: Tensor) -> None:
 
 
 def check_quantized(model: nn.Module, device: torch.device) -> None:
-    """Refuses quantised weights that the engine cannot shard.
+    """Refuses quantized weights that the engine cannot shard.
 
     Args:
         device: device on which the engine computes.
@@ -111,29 +111,29 @@ def check_quantized(model: nn.Module, device: torch.device) -> None:
                 f"module {fqn}",
                 expected="weights that do not change when the model runs",
                 got="codes of compressed_tensors, which the first forward replaces with whole weights on every rank",
-                fix='load the model unquantised with "zero_optimization": {"frozen_weights": "nf4"} (or "int8")',
+                fix='load the model unquantized with "zero_optimization": {"frozen_weights": "nf4"} (or "int8")',
             )
     for fqn, _, param, kind in _quantized(model):
         if param.requires_grad:
             raise UsageError(
                 f"parameter {fqn}",
                 expected="a frozen weight, because its codes cannot be trained",
-                got=f"a quantised weight ({type(param).__name__}) with requires_grad=True",
-                fix="call requires_grad_(False) and train adapters (peft.get_peft_model), or load it unquantised",
+                got=f"a quantized weight ({type(param).__name__}) with requires_grad=True",
+                fix="call requires_grad_(False) and train adapters (peft.get_peft_model), or load it unquantized",
             )
         if kind == "wrapper" and scales_of(param) is None:
             _check_wrapper(fqn, param, device)
         elif not _has_codes(param, kind):
             raise UsageError(
                 f"parameter {fqn}",
-                expected=f"the codes of a quantised weight ({kind})",
-                got=f"{param.dtype} values, which {_LIBRARY} quantises on the way to a device",
+                expected=f"the codes of a quantized weight ({kind})",
+                got=f"{param.dtype} values, which {_LIBRARY} quantizes on the way to a device",
                 fix='call model.to("cpu") or model.to("cuda") before initialize() or prepare()',
             )
         if getattr(getattr(param, "quant_state", None), "packing_format_for_cpu", False):
             raise UsageError(
                 f"parameter {fqn}",
-                expected="the codes and scales of its quantisation",
+                expected="the codes and scales of its quantization",
                 got=f"codes that {_LIBRARY} packed for its CPU kernel in an evaluation, with scales in bf16",
                 fix="call initialize() or prepare() before the first forward, or load the model again",
             )
@@ -144,7 +144,7 @@ def _check_wrapper(fqn: str, param: nn.Parameter, device: torch.device) -> None:
     if not param.is_meta and param.device != device:
         raise UsageError(
             f"parameter {fqn}",
-            expected=f"a quantised weight on {device}, because its class records the device",
+            expected=f"a quantized weight on {device}, because its class records the device",
             got=f"{kind} on {param.device}",
             fix=f'call model.to("{device}") before initialize() or prepare()',
         )
@@ -153,15 +153,15 @@ def _check_wrapper(fqn: str, param: nn.Parameter, device: torch.device) -> None:
         if type(inner) not in (Tensor, nn.Parameter) or inner.layout is not torch.strided or not inner.is_contiguous():
             raise UsageError(
                 f"parameter {fqn}",
-                expected="a quantised weight that consists of plain contiguous tensors",
+                expected="a quantized weight that consists of plain contiguous tensors",
                 got=f"{kind}, whose {name} is a {type(inner).__name__} with strides {inner.stride()}",
-                fix='load the model unquantised with "zero_optimization": {"frozen_weights": "int8"} (or "nf4"), or '
-                "quantised by bitsandbytes",
+                fix='load the model unquantized with "zero_optimization": {"frozen_weights": "int8"} (or "nf4"), or '
+                "quantized by bitsandbytes",
             )
 
 
 def attach_codes(model: nn.Module, *, recurse: bool = True) -> None:
-    """Notes on every quantised weight with codes which tensors belong to it; changes no value.
+    """Notes on every quantized weight with codes which tensors belong to it; changes no value.
 
     Args:
         recurse: include the modules inside.
@@ -248,7 +248,7 @@ def _as_parameter(owner: Any, name: str) -> nn.Parameter:
 
 
 def state_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields the small state of quantised weights, by its name in the library's state dicts; each once."""
+    """Yields the small state of quantized weights, by its name in the library's state dicts; each once."""
     return ((name, value) for _, _, name, value in _states(model))
 
 
@@ -258,7 +258,7 @@ def state_owners(model: nn.Module) -> dict[str, str]:
 
 
 def load_state(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Overwrites the small state of quantised weights.
+    """Overwrites the small state of quantized weights.
 
     Args:
         values: values by the names of `state_tensors`; missing ones stay unchanged.
@@ -317,7 +317,7 @@ def _small(module: Any, param: Any, kind: str) -> dict[str, Tensor]:
 
 
 def broadcast_state(model: nn.Module, collectives: Collectives) -> None:
-    """Broadcasts the small state of rank 0's quantised weights to every rank. (all ranks)"""
+    """Broadcasts the small state of rank 0's quantized weights to every rank. (all ranks)"""
     for fqn, module, param, kind in _quantized(model):
         for name, value in _small(module, param, kind).items():
             flat = value.detach().contiguous().view(-1)

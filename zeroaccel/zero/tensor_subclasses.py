@@ -2,7 +2,7 @@
 
 **DTensors.** Tensor parallelism (`torch.distributed.tensor.parallel`) makes a parameter a DTensor over its axis of the
 mesh; ZeRO shards, gathers and updates the local tensor, among the ranks of the other axis. An ordinary parameter is its
-own local tensor. DTensors are recognised by their attributes, so that only programs that use them import
+own local tensor. DTensors are recognized by their attributes, so that only programs that use them import
 `torch.distributed.tensor`.
 
 [Note: sharded parameters] Between uses a parameter shows one NaN in its shape (`param_unit.py`). torch would compute
@@ -337,7 +337,7 @@ def _sharded_dtensor() -> type[Tensor]:
 
 @functools.cache
 def _sharded_codes(ordinary: Any) -> type[Tensor]:
-    """Returns the class of a quantised weight while it is sharded, with the same name, because programs check it."""
+    """Returns the class of a quantized weight while it is sharded, with the same name, because programs check it."""
     return type(ordinary)(  # type: ignore[no-any-return]
         ordinary.__name__, (_Checked, ordinary), {"__slots__": (), "__module__": ordinary.__module__}
     )

@@ -51,7 +51,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _initialise(module: nn.Module) -> None:
+def _initialize(module: nn.Module) -> None:
     if isinstance(module, Seen):
         module.inverse = torch.arange(4.0)
 
@@ -67,7 +67,7 @@ def _loaded(how: str, folder: str, settings: dict[str, Any]) -> tuple[Run, int]:
             model = Seen()
     else:
         model = Seen()
-    read = zero.load_safetensors(model, folder, initialize_missing=_initialise if how == "meta" else None)
+    read = zero.load_safetensors(model, folder, initialize_missing=_initialize if how == "meta" else None)
     assert model.head.weight is model.embed.weight
     assert float(model.offset[0]) == 0.5
     assert how != "meta" or model.inverse.tolist() == [0.0, 1.0, 2.0, 3.0]
@@ -124,10 +124,10 @@ def test_files_that_do_not_match_are_reported_on_every_rank(ranks: Ranks, saved:
         unset, meta, half_there, other, wide, nowhere, cut, outside, gone = found
         assert "non-persistent buffers on the meta device, which no file stores: inverse" in unset
         assert "the meta device'; load it with zero.load_safetensors" in meta
-        assert "nor initialised" in half_there
+        assert "nor initialized" in half_there
         assert "layers.1.up.weight" in half_there
         assert "layers.0" not in half_there
-        assert "neither in the files nor initialised: weight, bias" in other
+        assert "neither in the files nor initialized: weight, bias" in other
         assert "not in the model: embed.weight" in other
         assert wide.count("in the file, ") == len(Seen().state_dict()) - 4  # not unused, nothing, temperature; head
         assert "no such file or folder" in nowhere
@@ -156,7 +156,7 @@ def _partly(folder: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_missing_modules_are_initialised(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
+def test_missing_modules_are_initialized(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
     state = {"encoder.weight": torch.randn(6, 6), "encoder.bias": torch.randn(6)}
     save_file(state, tmp_path / "body.safetensors")
     for weight, bias, head, head_bias in ranks(world_size).run(_partly, str(tmp_path)):

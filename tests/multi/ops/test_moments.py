@@ -127,9 +127,7 @@ def test_optimizers_without_such_moments_refuse_the_setting(ranks: Ranks) -> Non
     sgd = ranks(1).run(_refusal, config(2, bf16=flag, optimizer={"type": "SGD", "params": {"lr": 0.1}}))[0]
     assert "optimizer.params.moments_dtype: expected a setting of SGD" in sgd
     both = {"type": "Adam", "params": {"fp32_optimizer_states": False, "moments_dtype": "fp32"}}
-    assert (
-        'expected "bf16" beside "fp32_optimizer_states": false' in ranks(1).run(_refusal, config(2, optimizer=both))[0]
-    )
+    assert 'expected "bf16" with "fp32_optimizer_states": false' in ranks(1).run(_refusal, config(2, optimizer=both))[0]
     own = config(2, bf16=flag)
     del own["optimizer"]
     given = ranks(1).run(_refusal, own, torch.optim.SGD)[0]

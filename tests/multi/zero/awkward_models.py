@@ -74,11 +74,11 @@ def _linear() -> nn.Linear:
     return nn.Linear(WIDTH, WIDTH)
 
 
-def _old(normalise: Callable[[nn.Module], nn.Module]) -> Callable[[], nn.Module]:
+def _old(normalize: Callable[[nn.Module], nn.Module]) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            return normalise(_linear())
+            return normalize(_linear())
 
     return make
 

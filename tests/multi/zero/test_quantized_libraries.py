@@ -413,8 +413,8 @@ def _from_pretrained(folder: str, how: str) -> tuple[tuple[int, int], list[float
 
     quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
     source, options = folder, {"quantization_config": quantization}
-    if Path(folder, "quantised").exists():
-        source, options = f"{folder}/quantised", {}
+    if Path(folder, "quantized").exists():
+        source, options = f"{folder}/quantized", {}
     with Init(enabled=how == "sharded"):
         model = AutoModelForCausalLM.from_pretrained(source, device_map="cpu", **options)
     nbytes = _codes_here(model.parameters())
@@ -429,7 +429,7 @@ def _from_pretrained(folder: str, how: str) -> tuple[tuple[int, int], list[float
     return nbytes, losses
 
 
-@pytest.mark.parametrize("on_disk", [False, True], ids=["quantised at load", "quantised on disk"])
+@pytest.mark.parametrize("on_disk", [False, True], ids=["quantized at load", "quantized on disk"])
 def test_from_pretrained_within_zero_init_leaves_each_rank_a_part_of_the_codes(
     ranks: Ranks, tmp_path: Path, on_disk: bool
 ) -> None:
@@ -440,7 +440,7 @@ def test_from_pretrained_within_zero_init_leaves_each_rank_a_part_of_the_codes(
     if on_disk:
         settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
         model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=settings, device_map="cpu")
-        model.save_pretrained(tmp_path / "quantised")
+        model.save_pretrained(tmp_path / "quantized")
     plain = ranks(2).run(_from_pretrained, str(tmp_path), "whole")
     for (here, whole), losses in ranks(2).run(_from_pretrained, str(tmp_path), "sharded"):
         assert losses == plain[0][1]
@@ -724,7 +724,7 @@ def _whole_saved(folder: str, kind: str) -> bool:
 
 @pytest.mark.parametrize("kind", ["stand-in", "nf4", "torchao int8"])
 @pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
-def test_save_pretrained_of_a_live_quantised_model_writes_codes_and_scales(
+def test_save_pretrained_of_a_live_quantized_model_writes_codes_and_scales(
     ranks: Ranks, tmp_path: Path, kind: str
 ) -> None:
     _require(kind)
@@ -744,7 +744,7 @@ def test_a_checkpoint_of_adapters_leaves_scales_to_the_base(tmp_path: Path) -> N
         assert torch.equal(block.base.weight.quant_state.absmax, own)
 
 
-def test_adapters_over_another_quantised_base_are_refused(tmp_path: Path) -> None:
+def test_adapters_over_another_quantized_base_are_refused(tmp_path: Path) -> None:
     _save(_with_offsets(1), tmp_path, exclude_frozen_parameters=True)
     engine = _initialized(_with_offsets(2), 3, "SGD")
     before = engine.consolidated_state_dict()
@@ -828,7 +828,7 @@ def test_a_wrapper_that_cannot_be_carried_is_refused_by_name() -> None:
         check_model(model, torch.device("cpu"))
 
 
-def test_a_base_is_quantised_by_a_library_or_by_the_engine() -> None:
+def test_a_base_is_quantized_by_a_library_or_by_the_engine() -> None:
     words = ("parameter blocks.0.down.weight: zero_optimization.frozen_weights", "no library", "remove the key")
     with refused(UsageError, *words):
         _initialized(Model("stand-in", ""), 3, "SGD", frozen_weights="nf4")
@@ -840,7 +840,7 @@ def test_a_quantized_weight_that_cannot_be_carried_is_named() -> None:
     with refused(UsageError, "parameter weight", "packed for its CPU kernel", "before the first forward"):
         check_model(layer, torch.device("cpu"))
     layer.weight.quant_state = None
-    with refused(UsageError, "parameter weight", "the codes of a quantised weight", 'model.to("cpu")'):
+    with refused(UsageError, "parameter weight", "the codes of a quantized weight", 'model.to("cpu")'):
         check_model(layer, torch.device("cpu"))
     layer.weight = Params4bit(torch.zeros(4, dtype=torch.bfloat16), requires_grad=True)
     with refused(UsageError, "parameter weight", "cannot be trained", "requires_grad_(False)"):

@@ -414,7 +414,7 @@ def test_other_parallelism_is_refused(name: str, what: str, unpack: Unpack) -> N
     for path in tag_folder(folder).iterdir():
         if path.name != name:
             path.unlink()
-    with pytest.raises(ConversionError, match=rf"{name}: from .*{what}"):  # recognised from these files alone
+    with pytest.raises(ConversionError, match=rf"{name}: from .*{what}"):  # recognized from these files alone
         open_source(folder)
 
 

@@ -56,7 +56,7 @@ def test_a_difference_is_due_to_sharding_if_two_plain_runs_agree(
     assert len(lines) == 6  # with one line for each of the two steps
 
 
-def test_a_script_without_seeds_is_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_without_seeds_is_recognized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result, runs = _verify(tmp_path, monkeypatch, "random")
     assert (result.exit_code, runs) == (1, 3)
     assert result.stdout.splitlines()[-1].endswith("the script does not set all its seeds")

@@ -143,7 +143,7 @@ def test_the_cores_of_this_process() -> None:
         ("1", True, None, False),
     ],
 )
-def test_a_number_of_threads_set_by_the_user_is_recognised(
+def test_a_number_of_threads_set_by_the_user_is_recognized(
     omp: str | None,
     elastic: bool,
     launcher: bytes | None,

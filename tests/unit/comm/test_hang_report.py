@@ -1,4 +1,4 @@
-"""The text of a hang report for every kind of desynchronisation."""
+"""The text of a hang report for every kind of desynchronization."""
 
 from __future__ import annotations
 

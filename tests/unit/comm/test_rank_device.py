@@ -194,7 +194,7 @@ def test_a_driver_too_old_for_devices_is_named(
 ) -> None:
     def version(number: Any) -> int:
         number._obj.value = known
-        return 0 if known else 3  # not initialised
+        return 0 if known else 3  # not initialized
 
     machine(0)
     monkeypatch.setattr(torch.version, "cuda", "12.8")

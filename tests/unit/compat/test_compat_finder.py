@@ -203,7 +203,7 @@ print(PreTrainedModel.from_pretrained("a", quantization_config=of_library))
 """
 
 
-def test_quantised_bases_of_transformers_are_loaded_within_zero_init(tmp_path: Path) -> None:
+def test_quantized_bases_of_transformers_are_loaded_within_zero_init(tmp_path: Path) -> None:
     package = tmp_path / "transformers"
     package.mkdir()
     (package / "__init__.py").touch()

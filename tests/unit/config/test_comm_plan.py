@@ -62,7 +62,7 @@ def test_a_partition_larger_than_the_job_is_the_job() -> None:
         (
             {"mics_shard_size": 3, "zero_quantized_gradients": True},
             "zero_quantized_gradients",
-            "sums across replicas (mics_shard_size) cannot be quantised",
+            "sums across replicas (mics_shard_size) cannot be quantized",
         ),
     ],
 )

@@ -120,7 +120,7 @@ def test_keys_that_are_off_or_undecided_leave_no_note(tree: dict[str, Any]) -> N
         ),
         (
             {"torch_autocast": {"enabled": True}, "zero_optimization": {"zero_quantized_weights": True}},
-            "torch_autocast.enabled: weights cannot be gathered in quantised form under",
+            "torch_autocast.enabled: weights cannot be gathered in quantized form under",
         ),
         ({"overlap_comm": True}, 'unknown key; did you mean "zero_optimization.overlap_comm"?'),
         (

@@ -80,7 +80,7 @@ MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 8
 MAX_LINES = 900
 # Files that name CUDA, with the reason. Others use the device's type and torch.get_device_module(device).
 CUDA_FILES = {
-    "zeroaccel/accelerate/launchers.py": "after CUDA's initialisation, forks cannot use devices",
+    "zeroaccel/accelerate/launchers.py": "after CUDA's initialization, forks cannot use devices",
     "zeroaccel/accelerate/script_calls.py": "scripts call it without an engine",
     "zeroaccel/compat/deepspeed_calls.py": "as DeepSpeed's function of this name",
     "zeroaccel/compat/deepspeed_comm.py": "scripts pass nccl on machines without CUDA",
@@ -92,7 +92,7 @@ CUDA_FILES = {
     "zeroaccel/ops/nvrtc.py": "compiles and launches the kernels",
     "cli/doctor.py": "tests NCCL, kernels and copies on CUDA devices",
     "cli/machine.py": "lists GPUs",
-    "cli/launch/fork_server.py": "after CUDA's initialisation, forks cannot use devices",
+    "cli/launch/fork_server.py": "after CUDA's initialization, forks cannot use devices",
 }
 # Files that may be longer, with the reason.
 LONG_FILES = {

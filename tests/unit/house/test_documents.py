@@ -28,7 +28,7 @@ def test_measured_figures_have_a_results_file(document: Document) -> None:
         ("See `zero/engine.py:Motor`.", "zero/engine.py: has no Motor"),
         ("Folders `tests/{unit,unity}`.", "{unit,unity}: no such file"),
         ("Read [this](docs/nowhere.md).", "docs/nowhere.md: no such file"),
-        ("Call `zeroaccel.initialise`.", "zeroaccel.initialise: cannot be imported"),
+        ("Call `zeroaccel.initialyze`.", "zeroaccel.initialyze: cannot be imported"),
         ("Call `zero.GatheredParams`.", "zeroaccel.zero.GatheredParams: cannot be imported"),
         ("The `ShardSplendour` shards.", "nothing is called ShardSplendour"),
         ("Call `engine.save_everything()`.", "nothing is called save_everything"),

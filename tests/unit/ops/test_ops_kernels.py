@@ -22,7 +22,7 @@ NUMPY_DTYPES = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.int1
 
 
 def compiled_ir(kernel: Any, *arguments: Any) -> str:
-    """Returns the optimised LLVM code of a kernel, compiled anew, because the disk cache has no LLVM code."""
+    """Returns the optimized LLVM code of a kernel, compiled anew, because the disk cache has no LLVM code."""
     fresh = numba.njit(nogil=True, error_model="numpy")(kernel.py_func)
     fresh(*arguments)
     (text,) = fresh.inspect_llvm().values()

@@ -263,7 +263,7 @@ def test_tensor_rates_and_a_default_device_are_no_hindrance() -> None:
         assert classify(ClipsAll(_params())).groups == (COUPLED,)
 
 
-def test_optimizers_that_have_stepped_are_recognised() -> None:
+def test_optimizers_that_have_stepped_are_recognized() -> None:
     switched = ScheduleFree(_params())
     switched.train()
     assert switched.state  # with empty dictionaries

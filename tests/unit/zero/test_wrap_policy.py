@@ -196,7 +196,7 @@ def test_a_mixture_is_found_by_its_name() -> None:
     assert not is_mixture("mlp", Model(gate=nn.Linear(2, 2), parts=nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 3)])))
 
 
-def test_experts_of_any_transformers_5_are_recognised() -> None:
+def test_experts_of_any_transformers_5_are_recognized() -> None:
     """Later releases set further attributes: `has_gate` by 5.3, `_is_expert_parallel` since 5.18."""
     module = nn.Module()
     module.num_experts, module.has_bias = 4, False  # type: ignore[assignment]

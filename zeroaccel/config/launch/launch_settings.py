@@ -210,7 +210,7 @@ class ZeroSettings(ConfigSection):
     zero_quantized_gradients: Flag | None = None
     """At stage 3, reduce gradients between machines as 4-bit integers (ZeRO++ qgZ). [default: false]"""
     frozen_weights: FrozenFormat | None = None
-    """Quantise frozen matrices, such as the base model under LoRA: int8, nf4 or mxfp4. [default: not quantised]"""
+    """Quantize frozen matrices, such as the base model under LoRA: int8, nf4 or mxfp4. [default: not quantized]"""
 
 
 class HostSettings(ConfigSection):

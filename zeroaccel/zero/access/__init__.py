@@ -1,1 +1,1 @@
-"""Access to sharded parameters: full or local values, deferred initialisation, weights from files."""
+"""Access to sharded parameters: full or local values, deferred initialization, weights from files."""

@@ -2,7 +2,7 @@
 
 `Init` shards a module's parameters when the module is registered in another one, when another module registers its
 first parameter, or at the end of the block: by then the module's constructor has filled them. torch's registration
-hooks report both events, so no class is patched. If a constructor uses a sharded parameter again, to initialise it or
+hooks report both events, so no class is patched. If a constructor uses a sharded parameter again, to initialize it or
 to compute with it, the parameter is unsharded first. All ranks must run the same constructors; rank 0's values count.
 
 `load_safetensors.py` also uses `ModuleShards`, for modules whose values come from files. `build.py` moves the
@@ -95,7 +95,7 @@ class ShardTarget:
         return self.dtype if self.dtype is not None and param.is_floating_point() else param.dtype
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Returns an uninitialised tensor (numel,), in memory or mapped from a file without a name."""
+        """Returns an uninitialized tensor (numel,), in memory or mapped from a file without a name."""
         if self.folder is None or not numel:
             return torch.empty(numel, dtype=dtype, device=self.device)
         try:
@@ -190,7 +190,7 @@ class ModuleShards:
             unit.wait()
             self._unsharded[key] = unit
             self._unsharded.move_to_end(key)
-        # Initialisers use one module several times in a row (weights, bias, a norm of both), so the most recent units
+        # Initializers use one module several times in a row (weights, bias, a norm of both), so the most recent units
         # stay unsharded; the limit prevents a constructor that walks the model from unsharding all of it.
         while len(self._unsharded) > len(units) and _nbytes(self._unsharded.values()) > _UNSHARDED_NBYTES:
             self._reshard_one(next(iter(self._unsharded.values())))

@@ -1,7 +1,7 @@
 """Loads weights from safetensors files straight into shards: each rank reads only the bytes that it keeps.
 
 For models on the meta device, of `zero.Init`, or of ordinary parameters. A parameter that is neither in the files nor
-initialised is an error; one message lists all misfits before any values are read. `deferred_init.py` lays out the
+initialized is an error; one message lists all misfits before any values are read. `deferred_init.py` lays out the
 shards; `checkpoint/` saves.
 """
 
@@ -121,7 +121,7 @@ def load_safetensors(
         plan = _match(model, folder.tensors, rename or (lambda name: name))
         _check(plan, str(path), strict=strict, initialized=initialize_missing is not None)
         where = destination(None, topology.device, dtype=dtype, remote_device=remote_device)
-    # Modules with missing values first: an initialiser needs full tensors, allocated for one module at a time.
+    # Modules with missing values first: an initializer needs full tensors, allocated for one module at a time.
     shards = ModuleShards(collectives, where)
     if initialize_missing is not None:
         for module in plan.incomplete:
@@ -217,7 +217,7 @@ def _check(plan: _Plan, where: str, *, strict: bool, initialized: bool) -> None:
     problems = ["other shapes: " + listed(plan.misshapen, "; ")] if plan.misshapen else []
     absent = [] if initialized else plan.missing
     if absent:
-        problems.append("neither in the files nor initialised: " + listed(absent))
+        problems.append("neither in the files nor initialized: " + listed(absent))
     if plan.unset and not initialized:
         problems.append("non-persistent buffers on the meta device, which no file stores: " + listed(plan.unset))
     if plan.unexpected:
@@ -271,7 +271,7 @@ def _load_buffer(module: nn.Module, own: str, name: str, folder: SafetensorsFold
 def _make_real(
     module: nn.Module, device: torch.device, names: Mapping[str, str] | None = None, dtype: torch.dtype | None = None
 ) -> None:
-    """Allocates memory for the module's own meta parameters and buffers; the values are uninitialised."""
+    """Allocates memory for the module's own meta parameters and buffers; the values are uninitialized."""
     for own, param in module._parameters.items():
         if param is not None and param.is_meta and (names is None or own in names):
             kind = dtype if dtype is not None and param.is_floating_point() else param.dtype
