@@ -34,7 +34,7 @@ def test_an_engine_without_a_config_is_for_inference(
 @pytest.mark.parametrize(
     ("call", "wrong", "meant"),
     [
-        (zeroaccel.initialize, {"model": None, "optimizer": None}, "optimizer"),
+        (zeroaccel.initialize, {"model": None, "optimiser": None}, "optimizer"),
         (zeroaccel.Accelerator, {"mixed_precison": "bf16"}, "mixed_precision"),
         (zeroaccel.ZeroPlugin, {"zero_stge": 2}, "zero_stage"),
     ],
