@@ -325,7 +325,7 @@ def _mesh_size(axis: str, words: str, *others: Condition) -> Question:
 
 def _tier(what: str, words: str, needs: Condition) -> Question:
     disk = Choice("nvme", "in files on a local disk", _no_disk)
-    tiers = (Choice("none", "on the device"), Choice("cpu", "in the memory of the machine"), disk)
+    tiers = (Choice("none", "on the device"), Choice("cpu", "in host memory"), disk)
     return _choice(f"offload_{what}_device", words, tiers, *_in_json(f"offload_{what}_device", needs))
 
 

@@ -536,7 +536,7 @@ class EngineBase(nn.Module):
             raise EngineStateError(
                 "engine: a backward through a forward from before the last update",
                 expected="the weights of that forward",
-                got="newer ones",
+                got="updated weights",
                 fix="compute the loss again after engine.step()",
             )
         if not self._step.in_backward:
