@@ -270,7 +270,7 @@ class MemoryStates:
             is_older = steps_of_other > steps
             rest = f"{name} is {abs(steps - steps_of_other)} steps {'newer, so it is taken' if is_older else 'older'}"
         if log:
-            log_always(f"{'skipping' if is_older else 'resuming from'} the memory of {self.place}, step {steps}; {rest}")
+            log_always(f"{'skipped' if is_older else 'resuming from'} the memory of {self.place}, step {steps}; {rest}")
         return not is_older
 
     def open(self) -> Path:
