@@ -178,6 +178,22 @@ def _one_group(group: Any) -> list[Any]:
     return [group]  # models without experts
 
 
+_SCHEDULE_KEYS = "CYCLE_MIN_LR CYCLE_MAX_LR CYCLE_FIRST_STEP_SIZE CYCLE_FIRST_STAIR_COUNT CYCLE_SECOND_STAIR_COUNT "
+_SCHEDULE_KEYS += "CYCLE_SECOND_STEP_SIZE CYCLE_MIN_MOM CYCLE_MAX_MOM LR_RANGE_TEST_MIN_LR LR_RANGE_TEST_STEP_RATE "
+_SCHEDULE_KEYS += "LR_RANGE_TEST_STEP_SIZE LR_RANGE_TEST_STAIRCASE WARMUP_MIN_LR WARMUP_MAX_LR WARMUP_MIN_RATIO "
+_SCHEDULE_KEYS += "WARMUP_NUM_STEPS WARMUP_TYPE COS_MIN_RATIO DECAY_LR_RATE DECAY_MOM_RATE DECAY_STEP_SIZE "
+_SCHEDULE_KEYS += "TOTAL_NUM_STEPS"
+_SCHEDULE_CONSTANTS = {
+    **{name: name.lower() for name in _SCHEDULE_KEYS.split()},
+    "LR_RANGE_TEST": "LRRangeTest",
+    "ONE_CYCLE": "OneCycle",
+    "WARMUP_COSINE_LR": "WarmupCosineLR",
+    "WARMUP_DECAY_LR": "WarmupDecayLR",
+    "WARMUP_LR": "WarmupLR",
+    "WARMUP_LOG_RATE": "log",
+    "WARMUP_LINEAR_RATE": "linear",
+}
+
 # Functions that the tests call to decide whether they can run, and constants for their configs. The versions of CUDA
 # and NCCL enable the tests of bf16, which the CPU supports.
 _SUPPLIED: dict[str, Any] = {
@@ -186,6 +202,8 @@ _SUPPLIED: dict[str, Any] = {
     "deepspeed.runtime.config.ADAM_OPTIMIZER": "adam",
     "deepspeed.runtime.swap_tensor.MIN_SWAPPABLE_BYTES": 1 << 20,
     "deepspeed.utils.torch.required_torch_version": _torch_is_within,
+    "deepspeed.ops.__compatible_ops__": defaultdict(lambda: True),  # tests skip themselves without an operator
+    **{f"deepspeed.runtime.lr_schedules.{name}": value for name, value in _SCHEDULE_CONSTANTS.items()},
 }
 
 
@@ -198,9 +216,11 @@ def _supply_placeholders() -> None:
         try:
             return own(module, name)
         except (AttributeError, ModuleNotFoundError):
+            if (full_name := f"{module.__name__}.{name}") in _SUPPLIED:
+                return _SUPPLIED[full_name]
             if name.startswith("__") or not _imports_at_top():
                 raise
-            return _placeholder(f"{module.__name__}.{name}")
+            return _placeholder(full_name)
 
     FacadeModule.__getattr__ = member  # type: ignore[method-assign]
     sys.meta_path.insert(0, _PlaceholderFinder())  # type: ignore[arg-type]
