@@ -36,14 +36,13 @@ def find_checkpoint(root: Path, tag: object = None, *, complete: bool = True) ->
     """
 
     def there() -> str:
-        return listed(sorted(path.name for path in checkpoint_folders(root))) or "none"
+        return f"checkpoints in {root}: {listed(sorted(path.name for path in checkpoint_folders(root))) or 'none'}"
 
     if tag is None:
-        fix = 'pass a tag, or tag="auto" for the newest valid one'
-        tag = read_latest(root, there=f"checkpoints in {root}: {there()}", fix=fix)
+        tag = read_latest(root, fix=f'{there()}; pass a tag, or tag="auto" for the newest valid one')
     folder = root / check_tag(tag)
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such checkpoint", got=f"in {root}: {there()}")
+        raise CheckpointError(f"{folder}: no such checkpoint", fix=there())
     return folder, read_manifest(folder, complete=complete)
 
 

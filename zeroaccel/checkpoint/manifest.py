@@ -453,12 +453,11 @@ LATEST_NAME = "latest"
 _LATEST_MOST_NBYTES = 4096
 
 
-def read_latest(root: Path, name: str = LATEST_NAME, *, there: str = "", fix: str = "pass a tag") -> str:
+def read_latest(root: Path, name: str = LATEST_NAME, *, fix: str = "pass a tag") -> str:
     """Returns the tag in the file `latest`.
 
     Args:
         name: name of the file.
-        there: the existing checkpoints, for the message if reading fails.
         fix: the remedy, for the message if reading fails.
 
     Raises:
@@ -474,5 +473,4 @@ def read_latest(root: Path, name: str = LATEST_NAME, *, there: str = "", fix: st
         wrong = "not UTF-8"
     if text:
         return check_tag(text, str(path))
-    what = f"{path}: cannot be read ({wrong})"
-    raise CheckpointError(what, got=there, fix=fix) if there else CheckpointError(what, fix=fix)
+    raise CheckpointError(f"{path}: cannot be read ({wrong})", fix=fix)

@@ -216,9 +216,8 @@ def _supply_placeholders() -> None:
         try:
             return own(module, name)
         except (AttributeError, ModuleNotFoundError):
-            if (full_name := f"{module.__name__}.{name}") in _SUPPLIED:
-                return _SUPPLIED[full_name]
-            if name.startswith("__") or not _imports_at_top():
+            full_name = f"{module.__name__}.{name}"
+            if full_name not in _SUPPLIED and (name.startswith("__") or not _imports_at_top()):
                 raise
             return _placeholder(full_name)
 

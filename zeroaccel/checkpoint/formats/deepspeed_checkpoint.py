@@ -112,14 +112,12 @@ def resolve_folder(root: Path, tag: object = None) -> tuple[Path, str]:
                 tag = read_latest(root, name)
                 break
     there = sorted(path.name for path in root.iterdir() if path.is_dir() and has_files(path)) if root.is_dir() else []
-    listed = ", ".join(there) or "none"
+    listed = f"checkpoints in {root}: {', '.join(there) or 'none'}"
     if tag is None:
-        raise CheckpointError(
-            f"{root / 'latest'}: cannot be read", got=f"checkpoints in {root}: {listed}", fix="pass a tag"
-        )
+        raise CheckpointError(f"{root / 'latest'}: cannot be read", fix=f"{listed}; pass a tag")
     folder = root / check_tag(tag)
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such checkpoint", got=f"in {root}: {listed}")
+        raise CheckpointError(f"{folder}: no such checkpoint", fix=listed)
     return folder, str(tag)
 
 
