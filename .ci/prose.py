@@ -81,12 +81,20 @@ class Finding:
 
 
 def main(paths: Sequence[str] = ()) -> int:
-    """Prints the findings in pages and sources below `paths`, by default the whole tree; returns 1 if there are any."""
-    chosen = [(ROOT / path).resolve() for path in paths] or [ROOT]
+    """Prints the findings in pages and sources below `paths`, by default the whole tree; returns 1 if there are any.
+
+    Raises:
+        SystemExit: no page or source is below a path.
+    """
+    every = [*pages(), *sources()]
+    files: list[Path] = []
+    for path in map(Path, paths or [ROOT]):
+        below = [file for file in every if file.is_relative_to(path.resolve())]
+        if not below:
+            raise SystemExit(f"{path}: no page or source of the project; expected a file or folder of it")
+        files += below
     findings: list[Finding] = []
-    for file in [*pages(), *sources()]:
-        if not any(file.is_relative_to(path) for path in chosen):
-            continue
+    for file in files:
         place = file.relative_to(ROOT).as_posix()
         if file.suffix == ".md":
             findings += page_findings(file.read_text(), place)

@@ -95,3 +95,9 @@ def test_every_page_and_module_is_read(prose: ModuleType) -> None:
     read = {path.relative_to(prose.ROOT).as_posix() for path in [*prose.pages(), *prose.sources()]}
     assert {"docs/design.md", "CHANGELOG.md", "tests/README.md"} <= read
     assert {"zeroaccel/zero/engine.py", "cli/config/questions.py", "tests/unit/house/test_prose.py"} <= read
+
+
+def test_a_path_without_pages_or_sources_is_refused(prose: ModuleType) -> None:
+    with pytest.raises(SystemExit, match="zeroacel: no page or source of the project"):
+        prose.main(["zeroacel"])
+    assert prose.main([str(prose.ROOT / "cli" / "__main__.py")]) == 0
