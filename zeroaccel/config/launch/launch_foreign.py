@@ -33,8 +33,8 @@ _LEFT_OUT: Mapping[str, str] = {
     "fsdp_forward_prefetch": _PREFETCH,
     "fsdp_use_orig_params": "because parameters always keep their names and shapes",
     "fsdp_sync_module_states": "because the engine always uses the weights of rank 0",
-    "fsdp_activation_checkpointing": "because model.gradient_checkpointing_enable(), or "
-    "activation_checkpointing.wrap_blocks in the JSON config, sets recomputation",
+    "fsdp_activation_checkpointing": "because activation_checkpointing.wrap_blocks in the JSON config, or "
+    "transformers' model.activation_checkpointing_enable(), sets recomputation",
     "fsdp_activation_checkpointing_offload": "because activation_checkpointing in the JSON config offloads",
     "fsdp_version": "because there is only one engine",
     "fsdp_ignored_modules": "because the engine shards every module",
