@@ -119,7 +119,9 @@ def test_a_registered_class_is_chosen_by_name(
     register_tracker_class(type("Again", (Registered,), {}))
     assert caplog.messages == ["register_tracker_class: Again replaces the tracker 'registered'"]
     for wrong in (Notes(), dict, type("Nameless", (GeneralTracker,), {}), type("All", (Notes,), {"name": "all"})):
-        with pytest.raises(UsageError, match="a subclass of zeroaccel.tracking.GeneralTracker with a name of its own"):
+        with pytest.raises(
+            UsageError, match=r"a subclass of zeroaccel\.tracking\.GeneralTracker with a name of its own"
+        ):
             register_tracker_class(wrong)  # type: ignore[arg-type]
 
 
