@@ -420,7 +420,8 @@ def _fork_in_subprocess(origin: _Origin) -> None:
         return process
 
     subprocess._fork_exec = fork_exec  # type: ignore[attr-defined]
-    subprocess._USE_POSIX_SPAWN = False  # Python 3.13 would start most programs without `_fork_exec`
+    # Python 3.13 would start most programs without `_fork_exec`.
+    subprocess._USE_POSIX_SPAWN = False  # type: ignore[misc]
 
 
 def _variable(entry: bytes) -> tuple[str, str]:

@@ -496,7 +496,7 @@ class _ScheduledStage(PipelineStage):
         sent = boundaries[index].example(requires_grad=True) if index < count - 1 else torch.empty((), device="meta")
         self.unit = received[0] if received else sent
         super().__init__(
-            _StageModule(self),
+            _ScheduledModule(self),
             index,
             count,
             engine.collectives.topology.device,
@@ -612,8 +612,8 @@ class _ScheduledStage(PipelineStage):
         engine.pipeline.begin_wait(f"{self._where}, {self._last}", self.unit)
 
 
-class _StageModule(nn.Module):
-    """What torch's schedules see of a stage: of a rank's module, the parameters that this stage computes with."""
+class _ScheduledModule(nn.Module):
+    """The rank's module for torch's schedules, with the parameters of one stage only."""
 
     def __init__(self, stage: _ScheduledStage) -> None:
         super().__init__()

@@ -300,7 +300,7 @@ def _of_older_files(foreign: ForeignKeys) -> None:
 
 
 def _translate_tp(foreign: ForeignKeys) -> str:
-    """Translates the section of accelerate 1.3 to 1.9 for tensor parallelism; returns the new distributed_type."""
+    """Translates the section of earlier accelerate for tensor parallelism; returns the new distributed_type."""
     section = foreign.tree.pop(_TP, {})
     if not isinstance(section, dict):
         foreign.problems.append(Problem((_TP,), expected="a size such as `tp_size: 2`", got=section))
