@@ -189,6 +189,7 @@ class PipelineEngine(EngineBase):
         super().reset()
         self._activity("")
         if hasattr(self, "_schedules"):
+            self._schedules.clear()  # their stages have states and buffers of the interrupted step
             self._arrived.clear()
             self._added.clear()
             for shared in self.stage.shared:
