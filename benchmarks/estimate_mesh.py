@@ -64,6 +64,9 @@ class CollectiveBytes(TorchDispatchMode):
             self.total += round(2 * (size - 1) / size * args[0].nbytes)
         elif name.startswith("_c10d_functional::all_gather_into_tensor"):
             self.total += (args[1] - 1) * args[0].nbytes
+        elif name == "c10d::allreduce_":  # torch 2.15: a pipeline's stages agree before their first step
+            size = dist.ProcessGroup.unbox(args[1]).size()
+            self.total += round(2 * (size - 1) / size * sum(tensor.nbytes for tensor in args[0]))
         elif name == "c10d::send":
             self.total += sum(tensor.nbytes for tensor in args[0])
         elif name.endswith(_SILENT):

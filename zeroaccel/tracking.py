@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from zeroaccel.telemetry.trackers import GeneralTracker, TensorBoardTracker, WandBTracker
+from zeroaccel.telemetry.trackers import GeneralTracker, TensorBoardTracker, WandBTracker, register_tracker_class
 
-__all__ = ["GeneralTracker", "TensorBoardTracker", "WandBTracker"]
+__all__ = ["GeneralTracker", "TensorBoardTracker", "WandBTracker", "register_tracker_class"]

@@ -43,6 +43,7 @@ _IDLE_SWITCHES: Mapping[str, str] = {
     "detect_nvlink_pairs": "devices keep CUDA's order",
     "use_env": "LOCAL_RANK is always in the environment",
     "use_parallelism_config": "the sizes alone define the mesh",
+    "use_tp": "--tp_size alone sets the ranks that share each layer",
     "no_tpu_cluster": "it is a setting of TPUs",
     "tpu_cluster": "it is a setting of TPUs",
     "tpu_use_sudo": "it is a setting of TPUs",

@@ -15,6 +15,7 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import destroy, init_process_group
 from zeroaccel.accelerate.launchers import debug_launcher, notebook_launcher
 from zeroaccel.errors import ZeroAccelError
+from zeroaccel.state import PartialState
 
 
 def total(start):
@@ -23,7 +24,8 @@ def total(start):
     dist.all_reduce(value)
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION")
     place = f"rank {topology.rank} of {topology.world_size}"
-    print(f"{place}: {value.item()} on {topology.device}, {precision}", flush=True)
+    forked = PartialState().fork_launched
+    print(f"{place}: {value.item()} on {topology.device}, {precision}, forked: {forked}", flush=True)
 
 
 def again():
@@ -73,10 +75,10 @@ def test_launching_from_a_python_process(tmp_path: Path) -> None:
     result: JobResult = run_command([sys.executable, script])
     assert result.returncode == 0, result.stderr
     for line in (
-        "rank 0 of 2: 21.0 on cpu, None",
-        "rank 1 of 2: 21.0 on cpu, None",
-        "rank 0 of 2: 41.0 on cpu, bf16",
-        "rank 1 of 2: 41.0 on cpu, bf16",
+        "rank 0 of 2: 21.0 on cpu, None, forked: True",
+        "rank 1 of 2: 21.0 on cpu, None, forked: True",
+        "rank 0 of 2: 41.0 on cpu, bf16, forked: True",
+        "rank 1 of 2: 41.0 on cpu, bf16, forked: True",
         "alone no True",
         "again: [(2, 0), (2, 1)]",  # groups that are created again after destroy()
         "raised: ProcessRaisedException",

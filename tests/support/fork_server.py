@@ -23,6 +23,7 @@ import faulthandler
 import gc
 import importlib
 import io
+import linecache
 import os
 import pickle
 import random
@@ -358,6 +359,8 @@ def _run(rest: list[str], environment: Mapping[str, str], origin: _Origin) -> in
         if kind == "-m":
             runpy._run_module_as_main(name)  # type: ignore[attr-defined]
         elif kind == "-c":
+            if sys.version_info >= (3, 13):  # tracebacks show its lines
+                linecache.cache["<string>"] = (len(name), None, name.splitlines(keepends=True), "<string>")
             exec(compile(name, "<string>", "exec", dont_inherit=True), vars(module))
         else:
             path = os.path.abspath(name)
@@ -417,6 +420,8 @@ def _fork_in_subprocess(origin: _Origin) -> None:
         return process
 
     subprocess._fork_exec = fork_exec  # type: ignore[attr-defined]
+    # Python 3.13 would start most programs without `_fork_exec`.
+    subprocess._USE_POSIX_SPAWN = False  # type: ignore[misc]
 
 
 def _variable(entry: bytes) -> tuple[str, str]:

@@ -21,6 +21,7 @@ from torch import Tensor
 from zeroaccel.accelerate.kwargs_handlers import DistributedType, note
 from zeroaccel.accelerate.prepared_optimizer import PreparedOptimizer, PreparedScheduler
 from zeroaccel.accelerate.zero_plugin import ZeroPlugin, gather_facts
+from zeroaccel.comm.environment import started_in_notebook
 from zeroaccel.comm.rank_device import ACCELERATOR
 from zeroaccel.comm.topology import Topology, destroy, init_process_group, meet
 from zeroaccel.config import Config, Facts
@@ -188,6 +189,7 @@ class PartialState(ControlFlow):
         device: device on which this rank computes.
         backend: torch's name of the process group backend for tensors on `device`.
         debug: the launcher's debug flag. Arguments of collectives are compared between ranks with or without it.
+        fork_launched: True in a process that `notebook_launcher` or `debug_launcher` started.
 
     Example:
         >>> from zeroaccel import PartialState
@@ -212,6 +214,7 @@ class PartialState(ControlFlow):
         self.device: torch.device = torch.device("cpu") if cpu else self._topology.device
         self.backend: str = _backend(self._topology.backend, self.device)
         self.debug = debug
+        self.fork_launched = started_in_notebook()
         if backend not in (None, "nccl", self.backend, self._topology.backend):
             note(f"backend={backend!r}", f"no effect: tensors on {self.device.type} devices use {self.backend}")
 

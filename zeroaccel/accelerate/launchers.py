@@ -175,7 +175,7 @@ def _send_device_count(sender: Connection) -> None:
 
 def _rank_main(index: int, function: Callable[..., Any], args: tuple[Any, ...], shared: Mapping[str, str]) -> None:
     first = int(shared["GROUP_RANK"]) * int(shared["LOCAL_WORLD_SIZE"])
-    os.environ.update(shared, RANK=str(first + index), LOCAL_RANK=str(index))
+    os.environ.update(shared, RANK=str(first + index), LOCAL_RANK=str(index), FORK_LAUNCHED="1")
     # A fork does not copy the parent's threads; a thread pool of torch with several threads would wait for them.
     torch.set_num_threads(1)
     function(*args)

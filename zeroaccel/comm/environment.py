@@ -128,6 +128,11 @@ def local_size() -> int | None:
     return next((_integer(name) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if os.environ.get(name)), None)
 
 
+def started_in_notebook() -> bool:
+    """True in a process that `notebook_launcher` or `debug_launcher` started, here or in accelerate."""
+    return os.environ.get("FORK_LAUNCHED", "0") != "0"
+
+
 def ranks_may_share_devices() -> bool:
     """True if NCCL is configured for several ranks on one GPU, or to treat ranks as on different machines."""
     return bool(os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") or os.environ.get("NCCL_HOSTID"))

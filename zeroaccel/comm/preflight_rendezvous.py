@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
 
 from zeroaccel.comm.hangs.hang_report import rank_list
 from zeroaccel.errors import CollectiveError, ConfigError

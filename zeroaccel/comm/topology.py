@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo, Store
+from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zeroaccel.comm.collective_tracker import CollectiveTracker

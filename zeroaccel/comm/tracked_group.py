@@ -69,6 +69,8 @@ class TrackedGroup(dist.ProcessGroup):
         self._nothing = torch.empty(0, dtype=torch.uint8)
         for device in inner._device_types:
             self._register_backend(device, dist.ProcessGroup.BackendType.CUSTOM, inner._get_backend(device))
+        # torch's flight recorder (2.15) reads the name of a group from its default backend.
+        self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
 
     # -- methods that torch expects of a group
 

@@ -139,7 +139,7 @@ def _from_hub(name: str) -> tuple[Path | None, str]:
     """Returns the config.json of a model on the Hugging Face hub, or from its cache; or None and the reason."""
     try:
         from huggingface_hub import constants, hf_hub_download, hf_hub_url, try_to_load_from_cache
-        from huggingface_hub.utils._headers import build_hf_headers
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
     except ImportError:
         needs = "it requires huggingface_hub (pip install 'zeroaccel[hf]')"
         return None, f"the Hugging Face hub was not searched: {needs}"

@@ -357,7 +357,11 @@ def compile_kernels(device: torch.device) -> DeviceKernels:
     if torch.version.cuda is None:
         raise KernelError("this torch is built without CUDA")
     nvrtc = open_nvrtc()
-    target = nvrtc.target(torch.cuda.get_device_capability(device))
+    try:
+        capability = torch.cuda.get_device_capability(device)
+    except RuntimeError as error:  # no driver, or one that fails
+        raise KernelError(str(error).partition("\n")[0]) from error
+    target = nvrtc.target(capability)
     source = SOURCE.read_text(encoding="utf-8")
     key = [source, target, *nvrtc.facts()]
     image = cached_image(key, lambda: nvrtc.compile(source, SOURCE.name, target))

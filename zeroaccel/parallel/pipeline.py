@@ -222,7 +222,9 @@ class _Stage:
         forward: computes a micro-batch.
         width: width of the hidden states, (batch, sequence, width), sent between stages.
         shared_numel: elements of the parameter that the first and the last stage share, if any.
-        received: direction -> buffers of a schedule, created once like those of torch's schedules.
+        frees_early: torch's schedules, from 2.15 on, create a buffer for each message, and keep no output that they
+            have sent.
+        received: direction -> buffers of a schedule, created once, as earlier schedules do.
     """
 
     def __init__(self, job: EstimatedJob, count: int, micro_steps: int) -> None:
@@ -230,6 +232,9 @@ class _Stage:
         self.is_first, self.is_last = job.place == 0, job.place == count - 1
         self.forward: _StageForward = self._forward_decoder
         self.width = self.shared_numel = 0
+        from torch.distributed.pipelining import PipelineStage
+
+        self.frees_early = hasattr(PipelineStage, "release_fwd_send_outputs")
         self.received: dict[str, list[Tensor]] = {}
 
     def cut(self, model: nn.Module) -> None:
@@ -272,23 +277,28 @@ class _Stage:
                 actions.append(("forward", warm + micro))
         nbytes = job.batch * job.sequence * self.width * job.dtype.itemsize
         shared_nbytes = self.shared_numel * job.dtype.itemsize
-        if not self.received:
-            self._make_buffers(next(engine.module.parameters()).device)
-        outputs: dict[int, Tensor] = {}
+        device = next(engine.module.parameters()).device
+        if not self.received and not self.frees_early:
+            self._make_buffers(device)
+        outputs: dict[int, Any] = {}
         for number, (kind, micro) in enumerate(actions):
             is_last = micro == count - 1
             moment = "last" if is_last else "earlier"
             if kind == "forward":
                 yield 3 * number, moment
-                received = None if self.is_first else self.received["forward"][micro].detach().requires_grad_()
-                outputs[micro] = self.forward(engine, torch.zeros(job.batch, job.sequence, dtype=torch.long), received)
+                received = None if self.is_first else self._receive("forward", micro, device).requires_grad_()
+                output = self.forward(engine, torch.zeros(job.batch, job.sequence, dtype=torch.long), received)
+                is_sent = self.frees_early and not self.is_last
+                outputs[micro] = torch.autograd.graph.get_gradient_edge(output) if is_sent else output
+                del output, received
                 job.count(name, 0 if self.is_last else nbytes)
                 continue
             yield 3 * number + 1, moment
             engine.set_gradient_accumulation_boundary(is_last)
             engine._begin_backward(direct=False)
-            gradient = None if self.is_last else self.received["backward"][micro]
+            gradient = None if self.is_last else self._receive("backward", micro, device)
             torch.autograd.backward([outputs.pop(micro)], [gradient])
+            del gradient
             engine._end_backward()
             job.count(name, 0 if self.is_first else nbytes)
             job.count(name, shared_nbytes if self.is_last else 0)  # the gradient of the copy
@@ -298,11 +308,14 @@ class _Stage:
         job.count(name, shared_nbytes if self.is_first else 0)  # the values of the copy
         engine.step()
 
+    def _receive(self, direction: str, micro: int, device: torch.device) -> Tensor:
+        return self._buffer(device) if self.frees_early else self.received[direction][micro].detach()
+
     def _make_buffers(self, device: torch.device) -> None:
-        """Creates buffers for all micro-batches of a step, like torch's schedules."""
-        hidden = self.job.batch, self.job.sequence, self.width
+        """Creates buffers for all micro-batches of a step."""
         for direction, has in (("forward", not self.is_first), ("backward", not self.is_last)):
-            self.received[direction] = [
-                torch.empty(hidden, dtype=self.job.dtype, device=device)
-                for _ in range(self.job.accumulation if has else 0)
-            ]
+            self.received[direction] = [self._buffer(device) for _ in range(self.job.accumulation if has else 0)]
+
+    def _buffer(self, device: torch.device) -> Tensor:
+        hidden = self.job.batch, self.job.sequence, self.width
+        return torch.empty(hidden, dtype=self.job.dtype, device=device)

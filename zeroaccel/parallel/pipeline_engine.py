@@ -40,7 +40,6 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
 )
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from zeroaccel.comm.agree import agreed
@@ -190,6 +189,7 @@ class PipelineEngine(EngineBase):
         super().reset()
         self._activity("")
         if hasattr(self, "_schedules"):
+            self._schedules.clear()  # their stages have states and buffers of the interrupted step
             self._arrived.clear()
             self._added.clear()
             for shared in self.stage.shared:
@@ -497,7 +497,7 @@ class _ScheduledStage(PipelineStage):
         sent = boundaries[index].example(requires_grad=True) if index < count - 1 else torch.empty((), device="meta")
         self.unit = received[0] if received else sent
         super().__init__(
-            engine.module,
+            _ScheduledModule(self),
             index,
             count,
             engine.collectives.topology.device,
@@ -551,22 +551,13 @@ class _ScheduledStage(PipelineStage):
         with self._computing(f"gradients of weights of micro-batch {bwd_chunk_id}"):
             self._engine._backward_of(self._part, bwd_chunk_id, run)
 
-    def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: Any, last_backward: bool = False) -> Any:
-        """Runs torch's method with only this stage's weights, including copies of another stage's parameters."""
-        leaves = [
-            shared.copy.leaves[self._micro_batch]
-            for shared in self._engine.stage.shared
-            if shared.copy is not None
-            and shared.reading_part == self._part.index
-            and self._micro_batch in shared.copy.leaves
-        ]
-        weights: Any = (*self._params(), *leaves)
-        if backward_type == "input":
-            outputs, grads = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"]
-            return stage_backward_input(outputs, grads, bwd_kwargs["input_values"], weights)
-        if backward_type == "weight":
-            return stage_backward_weight(weights, bwd_kwargs["param_groups"]), None
-        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+    def weights(self) -> Iterator[Tensor]:
+        """Yields this stage's weights, and its copies of another stage's parameters for the current micro-batch."""
+        yield from self._params()
+        for shared in self._engine.stage.shared:
+            copy = shared.copy if shared.reading_part == self._part.index else None
+            if copy is not None and self._micro_batch in copy.leaves:
+                yield copy.leaves[self._micro_batch]
 
     def _params(self) -> list[nn.Parameter]:
         params = self._engine.module.parameters()
@@ -620,6 +611,19 @@ class _ScheduledStage(PipelineStage):
         engine._activity("")
         self._last = f"after the {what}"
         engine.pipeline.begin_wait(f"{self._where}, {self._last}", self.unit)
+
+
+class _ScheduledModule(nn.Module):
+    """The rank's module for torch's schedules, with the parameters of one stage only."""
+
+    def __init__(self, stage: _ScheduledStage) -> None:
+        super().__init__()
+        self.module = stage._engine.module  # a zero-bubble schedule refuses compiled modules
+        self._stage = stage
+
+    def parameters(self, recurse: bool = True) -> Iterator[Any]:
+        """Yields the weights for which torch splits a backward in two halves."""
+        return self._stage.weights()
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,8 @@ Event = tuple[str, float, int]
 class GeneralTracker:
     """Base class of trackers, without effect; subclass it for another service, and pass an instance as `log_with`.
 
+    `register_tracker_class` lets `log_with` name a subclass instead.
+
     Attributes:
         name: name for `get_tracker`.
         requires_logging_directory: True if it needs a `logging_dir`.
@@ -58,6 +60,9 @@ class GeneralTracker:
     requires_logging_directory: bool = False
     main_process_only: bool = True
     tracker: Any = None
+
+    def start(self) -> None:
+        """Starts the run: `init_trackers` calls it before the other methods."""
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         """Stores the hyperparameters of a run."""
@@ -253,15 +258,14 @@ class AccelerateTracker(GeneralTracker):
 
     Args:
         run_name: first argument of accelerate's class: a project, or an experiment.
+        folder: `logging_dir` if the class requires one.
         kwargs: its other arguments.
     """
 
-    def __init__(self, run_name: str, /, **kwargs: Any) -> None:
-        self._inner: Any = self.load()(run_name, **kwargs)
+    def __init__(self, run_name: str, /, *folder: Any, **kwargs: Any) -> None:
+        self._inner: Any = self.load()(run_name, *folder, **kwargs)
         # Otherwise it asks accelerate's PartialState if this process logs; `Trackers` decides that here.
         self._inner.main_process_only = False
-        if hasattr(self._inner, "start"):  # earlier versions start in the constructor
-            self._inner.start()
 
     @classmethod
     def load(cls) -> Any:
@@ -290,6 +294,11 @@ class AccelerateTracker(GeneralTracker):
         """The service's object, such as the run."""
         return self._inner.tracker
 
+    def start(self) -> None:
+        """Starts accelerate's tracker."""
+        if hasattr(self._inner, "start"):  # earlier versions start in the constructor
+            self._inner.start()
+
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         """Stores them with accelerate's tracker."""
         self._inner.store_init_configuration(dict(values))
@@ -310,7 +319,7 @@ def _of_accelerate(service: str, *, folder: bool = False) -> type[GeneralTracker
 
 # -- trackers of scripts
 
-_BY_NAME: Mapping[str, Callable[..., GeneralTracker]] = {
+_BY_NAME: dict[str, Callable[..., GeneralTracker]] = {
     "tensorboard": TensorBoardTracker,
     "wandb": WandBTracker,
     "jsonl": JsonlTracker,
@@ -318,6 +327,29 @@ _BY_NAME: Mapping[str, Callable[..., GeneralTracker]] = {
     "aim": _of_accelerate("aim", folder=True),
 }
 _NEED_NO_PACKAGE = {"jsonl"}
+
+
+def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
+    """Makes `log_with` accept a subclass of `GeneralTracker` by its `name`; call it before making the accelerator.
+
+    `init_trackers` calls the class with the project's name, then `logging_dir` if it requires one, then the keyword
+    arguments of `init_kwargs`. A class replaces another one of its name, with a note in the log.
+
+    Raises:
+        UsageError: it is not a subclass with a name of its own.
+    """
+    is_tracker = isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)
+    name = tracker_class.name if is_tracker else ""
+    if not isinstance(name, str) or name in ("", "all", GeneralTracker.name):
+        raise UsageError(
+            "register_tracker_class(tracker_class)",
+            expected="a subclass of zeroaccel.tracking.GeneralTracker with a name of its own",
+            got=f"the name {name!r} of {tracker_class.__name__}" if is_tracker else tracker_class,
+        )
+    if name in _BY_NAME:
+        logger.warning(f"register_tracker_class: {tracker_class.__name__} replaces the tracker {name!r}")
+    _BY_NAME[name] = tracker_class
+    _NEED_NO_PACKAGE.add(name)
 
 
 class Trackers:
@@ -374,17 +406,18 @@ class Trackers:
             if isinstance(item, GeneralTracker):
                 if self._is_main or not item.main_process_only:
                     self._running.append(item)
-            elif self._is_main:
-                self._running.append(self._started(item, project_name, kwargs.get(item, {})))
-        if config is not None:
-            for tracker in self._running:
+            elif self._is_main or not getattr(_BY_NAME[item], "main_process_only", True):
+                self._running.append(self._made(item, project_name, kwargs.get(item, {})))
+        for tracker in self._running:
+            tracker.start()
+            if config is not None:
                 tracker.store_init_configuration(config)
 
-    def _started(self, name: str, project_name: str, kwargs: Mapping[str, Any]) -> GeneralTracker:
+    def _made(self, name: str, project_name: str, kwargs: Mapping[str, Any]) -> GeneralTracker:
         kind: Any = _BY_NAME[name]
-        folder: dict[str, Any] = {"logging_dir": self._logging_dir} if kind.requires_logging_directory else {}
+        folder = [self._logging_dir] if kind.requires_logging_directory else []
         try:
-            tracker: GeneralTracker = kind(project_name, **folder, **kwargs)
+            tracker: GeneralTracker = kind(project_name, *folder, **kwargs)
             return tracker
         except OSError as error:
             got = f"{error.filename or self._logging_dir} ({error.strerror})"
@@ -454,7 +487,7 @@ class Trackers:
                     where,
                     expected=f'"all", {", ".join(map(repr, _BY_NAME))}, or an instance of a GeneralTracker subclass',
                     got=item,
-                    fix="for other services, write such a subclass with name, log and finish",
+                    fix="pass register_tracker_class() a subclass of that name, or an instance as log_with",
                 )
             if item not in _NEED_NO_PACKAGE and not _installed(item):
                 raise ConfigError(

@@ -27,8 +27,10 @@ def _first_uses(ranks: int, *cases: str) -> dict[str, list[str]]:
 def test_two_ranks_use_what_is_connected() -> None:
     cases = ("stages, unconnected", "stages", "several stages on a rank", "sequences", "split layers", "stage 3, Muon")
     found = _first_uses(2, *cases)
-    # Without connecting: the schedule's messages, and those of the tied embedding within backward.
-    assert found.pop("stages, unconnected") == ["messages of [0, 1], messages of [0, 1] alone"] * 2
+    # Without connecting: the schedule's messages, and those of the tied embedding within backward. The stages of torch
+    # 2.15 also agree before their first step.
+    unconnected = [used.removeprefix("all_reduce, ") for used in found.pop("stages, unconnected")]
+    assert unconnected == ["messages of [0, 1], messages of [0, 1] alone"] * 2
     assert found == {case: ["nothing"] * 2 for case in cases[1:]}
 
 

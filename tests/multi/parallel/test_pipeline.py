@@ -275,6 +275,43 @@ def test_param_groups_rates_and_evaluation(ranks: Ranks) -> None:
     assert whole[1][-1] != whole[1][-2]
 
 
+class Failing(nn.Linear):
+    """A linear layer that raises at the given call from now, counted down from there."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Failing.calls -= 1
+        if Failing.calls == 0:
+            raise ValueError("by the model")
+        return super().forward(x)
+
+
+def interrupted(schedule: str, fails: bool) -> list[float]:
+    """Trains two stages. In the second step the first one raises at micro-batch 1, the other one at micro-batch 0."""
+    torch.manual_seed(3)
+    model = nn.Sequential(Failing(7, 12), *(nn.Linear(12, 12) for _ in range(4)), Failing(12, 7))
+    pipeline = PipelineConfig(schedule=schedule, loss=nn.functional.mse_loss)
+    settings = config(1, "fp32", MICRO_BATCHES, optimizer=SGD)
+    engine, *_ = zeroaccel.initialize(model, config=settings, parallel=ParallelConfig(pp=2), pipeline=pipeline)
+    losses = []
+    for step in range(3):
+        data = [(x, x.flip(0)) for x in torch.rand(MICRO_BATCHES, BATCH, 7)]
+        if fails and step == 1:
+            Failing.calls = 2 - engine.pipeline.rank
+            with pytest.raises(ValueError, match="by the model"):
+                engine.train_batch(iter(data))
+            engine.reset()
+        losses.append(engine.train_batch(iter(data)).item())
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_after_an_exception_on_every_stage_and_a_reset_training_goes_on(ranks: Ranks, schedule: str) -> None:
+    assert ranks(2).run(interrupted, schedule, True) == ranks(2).run(interrupted, schedule, False)
+
+
 # -- deepspeed.pipe
 
 

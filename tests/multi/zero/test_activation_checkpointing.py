@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 from typing import Any
 
 import pytest
@@ -10,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroaccel
+from tests.support.mesh_training import small_llama
 from tests.support.pool import Ranks
-from tests.support.training import SGD, Block, Run, Toy, config, differences, train, train_step
+from tests.support.training import SGD, Block, Run, Toy, batches, config, differences, finished, train, train_step
 from zeroaccel import activations
 from zeroaccel.activations import Activations
 from zeroaccel.comm.topology import init_process_group
@@ -58,6 +61,43 @@ def test_every_stage_gives_the_bits_of_a_run_without_it(ranks: Ranks, precision:
             assert found[index].losses[-1] < found[index].losses[0]
             assert differences(found[index], found[index + 1]) == [], index // 3
             assert differences(found[index], found[index + 2]) == [], index // 3
+
+
+def _of_libraries(stage: int) -> list[Run]:
+    """Trains with the ways of transformers and TRL to keep fewer activations on the device; the first run is plain."""
+    from trl.models.activation_offloading import get_act_offloading_ctx_manager
+
+    offload = {}
+    # An earlier torch than 2.15 asks for page-locked memory also without an accelerator.
+    with contextlib.suppress(RuntimeError), torch.autograd.graph.save_on_cpu(pin_memory=True, device_type="cpu"):
+        torch.ones(1, requires_grad=True).exp()
+        offload = {"offload": True}
+    accelerator = torch.accelerator.current_accelerator
+    found = []
+    for way in ({}, {"every_n_layers": 2}, {"every_n_layers": 1, **offload}, None):
+        model: Any = small_llama(num_hidden_layers=3)
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        if way:
+            enable(**{key: value for key, value in way.items() if key in inspect.signature(enable).parameters})
+        engine, *_ = zeroaccel.initialize(model, config=config(stage, "bf16", optimizer=SGD))
+        offloading = contextlib.nullcontext()
+        if way is None:  # it knows parameters by the storages that they have here, which gathers replace at stage 3
+            torch.accelerator.current_accelerator = lambda *_: torch.device("cpu")  # the device to offload from
+            offloading = get_act_offloading_ctx_manager(engine, False, False, 0)
+            torch.accelerator.current_accelerator = accelerator
+        run = Run()
+        for tokens in batches(engine.collectives.rank, 1) * 3:
+            with offloading:
+                run.losses.append(train_step(engine, engine(input_ids=tokens, labels=tokens).loss))
+        found.append(finished(engine, run))
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_checkpoints_of_transformers_and_offloading_of_trl_change_no_bit(ranks: Ranks, stage: int) -> None:
+    for plain, *others in ranks(2).run(_of_libraries, stage):
+        assert plain.losses[-1] < plain.losses[0]
+        assert [differences(plain, other) for other in others] == [[]] * 3
 
 
 def _shares(on_host: bool) -> tuple[list[Tensor], list[Tensor], int, int]:

@@ -221,6 +221,7 @@ def test_states_without_arguments_are_the_newest() -> None:
     assert zeroaccel.state.is_initialized()
     assert AcceleratorState().deepspeed_plugin is accelerator.deepspeed_plugin
     assert AcceleratorState().num_processes == PartialState().num_processes == 1
+    assert AcceleratorState().fork_launched is False
     assert GradientState().num_steps == 3
     accelerator.gradient_state.sync_gradients = False
     assert not GradientState().sync_gradients

@@ -16,7 +16,7 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from zeroaccel.errors import ConfigError, UsageError
-from zeroaccel.telemetry.trackers import GeneralTracker, Trackers
+from zeroaccel.telemetry.trackers import GeneralTracker, JsonlTracker, Trackers, register_tracker_class
 
 
 class Notes(GeneralTracker):
@@ -86,6 +86,43 @@ def test_a_tracker_of_ones_own_gets_its_keywords_and_its_end() -> None:
     trackers.finish()
     trackers.finish()
     assert notes.calls == [({"loss": 1.0}, 2, {"commit": True}), "finish"]
+
+
+class Registered(Notes):
+    """A tracker that scripts choose by its name, with arguments as accelerate passes them."""
+
+    name, requires_logging_directory, main_process_only = "registered", True, False
+
+    def __init__(self, project: str, folder: Path, /, **kwargs: Any) -> None:
+        self.calls = [(project, folder, kwargs)]
+
+    def start(self) -> None:
+        self.calls.append("start")
+
+
+def test_a_registered_class_is_chosen_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("zeroaccel.telemetry.trackers._BY_NAME", {"jsonl": JsonlTracker})
+    monkeypatch.setattr("zeroaccel.telemetry.trackers._NEED_NO_PACKAGE", {"jsonl"})
+    with pytest.raises(ConfigError, match="got 'registered'; pass register_tracker_class"):
+        Trackers("registered", tmp_path, is_main_process=True)
+    register_tracker_class(Registered)
+    for is_main in (True, False):
+        trackers = Trackers(["registered", "jsonl"], tmp_path, is_main_process=is_main)
+        trackers.init("run", {"lr": 0.1}, {"registered": {"team": "us"}})
+        assert trackers.get("registered").calls == [("run", tmp_path, {"team": "us"}), "start", {"lr": 0.1}]
+        trackers.finish()
+    with pytest.raises(ConfigError, match="Accelerator\\(log_with\\): registered: expected a writable folder"):
+        Trackers("registered", None, is_main_process=True)
+    assert not caplog.messages
+    register_tracker_class(type("Again", (Registered,), {}))
+    assert caplog.messages == ["register_tracker_class: Again replaces the tracker 'registered'"]
+    for wrong in (Notes(), dict, type("Nameless", (GeneralTracker,), {}), type("All", (Notes,), {"name": "all"})):
+        with pytest.raises(
+            UsageError, match=r"a subclass of zeroaccel\.tracking\.GeneralTracker with a name of its own"
+        ):
+            register_tracker_class(wrong)  # type: ignore[arg-type]
 
 
 def test_all_trackers_finish_if_one_fails() -> None:

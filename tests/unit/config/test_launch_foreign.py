@@ -177,6 +177,36 @@ def test_keys_that_accelerate_ignores_leave_a_note_with_their_place(
     assert note in given.notes[0]
 
 
+def test_the_older_section_of_tensor_parallelism_is_translated() -> None:
+    text = "tp_config:\n  tp_size: '4'\ndistributed_type: TP\nnum_processes: 4\n"
+    given = parse_launch_file(text, "f.yaml")
+    assert given.values == {"distributed_type": "MULTI_GPU", "num_processes": 4, "tp_size": 4}
+    assert (given.sources["tp_size"], given.sources["distributed_type"]) == ("f.yaml:2:3", "f.yaml:3:1")
+    assert list(given.notes) == [
+        "f.yaml:2:3: tp_config.tp_size: 4 -> parallelism_config.tp_size",
+        "f.yaml:3:1: distributed_type: TP -> MULTI_GPU; tp_size sets the ranks that share each layer",
+    ]
+    given = parse_launch_file(f"{text}parallelism_config: {{parallelism_config_sp_size: 2, cp_size: 1}}\n", "f.yaml")
+    assert (given.values["tp_size"], given.values["sp_size"]) == (4, 2)
+    given = parse_launch_file(text.replace("TP", "MULTI_GPU"), "f.yaml")  # accelerate reads it for TP only
+    assert "tp_size" not in given.values
+    assert list(given.notes) == ["f.yaml:1:1: tp_config: does nothing, because distributed_type is MULTI_GPU"]
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ("4", "f.yaml:1:1: tp_config: expected a size such as `tp_size: 2`, got 4"),
+        ("{tp_size: four}", "f.yaml:1:13: parallelism_config.tp_size: expected a whole number, got 'four'"),
+        ("{tp_sise: 2}", "f.yaml:1:13: tp_config.tp_sise: unknown key; its only key is tp_size"),
+    ],
+)
+def test_a_mistake_in_the_older_section_is_refused(section: str, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_launch_file(f"tp_config: {section}\ndistributed_type: TP\n", "f.yaml")
+    assert str(error.value) == said
+
+
 def test_empty_keys_leave_no_note() -> None:
     text = (
         "downcast_bf16: 'no'\ntpu_env: []\ntpu_use_cluster: false\nfsdp_config: {}\nmegatron_lm_config: {}\n"
@@ -260,6 +290,7 @@ def test_flags_that_change_nothing_are_noted_and_others_taken() -> None:
     typed: dict[str, Any] = dict.fromkeys(("quiet", "downcast_bf16", "use_fsdp"), True)
     typed |= {
         "use_parallelism_config": True,
+        "use_tp": True,
         "parallelism_config_cp_size": "1",
     }
     typed |= {"pass_local_rank": None, "master_port": "5", "log_level": "info", "fsdp_version": "2", "num_gpus": "-1"}
@@ -272,6 +303,7 @@ def test_flags_that_change_nothing_are_noted_and_others_taken() -> None:
         "--quiet",
         "--downcast_bf16",
         "--use_parallelism_config",
+        "--use_tp",
         "--log_level",
     ]
 

@@ -142,6 +142,10 @@ def test_rows_are_the_bounds_of_the_supported_versions() -> None:
     }
 
 
+def test_the_quick_tests_exist() -> None:
+    assert [path for path in versions.QUICK if not (ROOT / path).exists()] == []
+
+
 def test_a_row_that_cannot_be_tested_says_why() -> None:
     with pytest.raises(versions.RowError, match=r"no Python 3\.99 on this machine"):
         versions.interpreter("3.99")

@@ -212,6 +212,18 @@ def test_a_driver_that_is_missing_is_named(messages: Callable[[], list[str]], mo
     assert "the driver's library" in messages()[0]
 
 
+def test_a_driver_that_torch_cannot_start_is_named(
+    messages: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(device: torch.device) -> None:
+        raise RuntimeError("Found no NVIDIA driver on your system.\nMore")
+
+    monkeypatch.setattr(device_kernels, "open_nvrtc", lambda: Compiler(None))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", fail)
+    assert kernels_for(CUDA) is None
+    assert messages()[0].endswith(": Found no NVIDIA driver on your system.")
+
+
 @pytest.mark.parametrize(("built", "version", "words"), [("hip", "6.4", "for ROCm"), ("cuda", None, "without CUDA")])
 def test_another_build_of_torch_is_named(
     built: str, version: str | None, words: str, messages: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch

@@ -31,7 +31,7 @@ from functools import partial
 from itertools import takewhile
 from typing import Any, ParamSpec, TypeVar
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from zeroaccel.comm.hangs.flight_recorder import CollectiveRecord
 from zeroaccel.comm.hangs.hang_report import Alarm, HangReport, RankState

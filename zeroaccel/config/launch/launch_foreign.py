@@ -33,8 +33,8 @@ _LEFT_OUT: Mapping[str, str] = {
     "fsdp_forward_prefetch": _PREFETCH,
     "fsdp_use_orig_params": "because parameters always keep their names and shapes",
     "fsdp_sync_module_states": "because the engine always uses the weights of rank 0",
-    "fsdp_activation_checkpointing": "because model.gradient_checkpointing_enable(), or "
-    "activation_checkpointing.wrap_blocks in the JSON config, sets recomputation",
+    "fsdp_activation_checkpointing": "because activation_checkpointing.wrap_blocks in the JSON config, or "
+    "transformers' model.activation_checkpointing_enable(), sets recomputation",
     "fsdp_activation_checkpointing_offload": "because activation_checkpointing in the JSON config offloads",
     "fsdp_version": "because there is only one engine",
     "fsdp_ignored_modules": "because the engine shards every module",
@@ -187,6 +187,7 @@ OTHER_AXES: Mapping[str, str] = {
 """Settings of accelerate's mesh that are not available here -> reason for refusing a size above 1, or ""."""
 _SECTION = "deepspeed_config"
 _FSDP = "fsdp_config"
+_TP = "tp_config"
 _LIKE_GPU = ("MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_HPU", "MULTI_NEURON")
 _TPU = "because it is a setting for TPUs"
 # Key -> reason why accelerate ignores it on a machine without TPUs, as a launch here does.
@@ -206,7 +207,7 @@ _IDLE: Mapping[str, str] = {
 }
 _SAYS_NOTHING: tuple[object, ...] = (None, {}, [], "", False, "no", "main", "NO")
 # Section -> the values of distributed_type that use it.
-_FOR_KIND: Mapping[str, tuple[str, ...]] = {_FSDP: ("FSDP",), "megatron_lm_config": ("MEGATRON_LM",)}
+_FOR_KIND: Mapping[str, tuple[str, ...]] = {_FSDP: ("FSDP",), _TP: ("TP",), "megatron_lm_config": ("MEGATRON_LM",)}
 _JSON_KEYS = (
     "zero_optimization", "fp16", "bf16", "optimizer", "scheduler", "train_batch_size", "steps_per_print",
     "train_micro_batch_size_per_gpu", "wall_clock_breakdown", "activation_checkpointing",
@@ -254,6 +255,8 @@ def settle_foreign_keys(
     _brought_to_this_machine(foreign)
     _of_older_files(foreign)
     kind = kind or _kind(foreign.tree)
+    if kind == "TP":
+        kind = _translate_tp(foreign)
     _drop_idle(foreign, kind)
     if kind == "FSDP":
         _translate(foreign, fsdp_flags or {})
@@ -294,6 +297,25 @@ def _of_older_files(foreign: ForeignKeys) -> None:
         foreign.notes.append((("fp16",), f"{str(switch).lower()} -> mixed_precision {foreign.tree['mixed_precision']}"))
     elif switch is not None:
         foreign.tree["fp16"] = switch
+
+
+def _translate_tp(foreign: ForeignKeys) -> str:
+    """Translates the section of earlier accelerate for tensor parallelism; returns the new distributed_type."""
+    section = foreign.tree.pop(_TP, {})
+    if not isinstance(section, dict):
+        foreign.problems.append(Problem((_TP,), expected="a size such as `tp_size: 2`", got=section))
+        section = {}
+    axes = foreign.tree.get(_AXES)
+    for key, value in section.items():
+        if key != "tp_size":
+            foreign.problems.append(Problem((_TP, str(key)), text="unknown key", fix="its only key is tp_size"))
+        elif axes is None or isinstance(axes, dict):
+            foreign.tree[_AXES] = {**(axes or {}), key: value}
+            foreign.moved[(_AXES, key)] = (_TP, key)
+            foreign.notes.append(((_TP, key), f"{as_text(value)} -> {_AXES}.tp_size"))
+    foreign.tree["distributed_type"] = "MULTI_GPU"
+    foreign.notes.append((("distributed_type",), "TP -> MULTI_GPU; tp_size sets the ranks that share each layer"))
+    return "MULTI_GPU"
 
 
 def _drop_idle(foreign: ForeignKeys, kind: str | None) -> None:

@@ -1,0 +1,77 @@
+"""The private parts of other libraries that the package uses, and the undocumented ones that it replaces or looks up.
+
+`test_private_names.py` looks for each in the installed version, so that a release that moves one fails by its name, and
+for uses that this table lacks. Tried on torch 2.6.0, 2.13.0 and 2.15.0, transformers 5.23.0 and 5.24.0, and accelerate
+1.15.0. Prefer a public name: add a row only if there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# Module -> names in it, or Class.name for attributes of classes and of their instances.
+PRIVATE: Mapping[str, str] = {
+    "huggingface_hub.constants": "HF_HUB_OFFLINE",
+    "numba.core.caching": "Cache._cache_file",
+    "numba.core.dispatcher": "Dispatcher._cache",
+    # autograd, storages and the compiler
+    "torch": "Tensor._base Tensor._is_view _foreach_copy_ _foreach_zero_",
+    "torch.storage": "UntypedStorage._cdata",
+    "torch._C": "_current_graph_task_id _functorch _get_tracing_state _storage_Use_Count",
+    "torch._C._distributed_c10d": "_make_nccl_premul_sum",
+    "torch.autograd": "Variable._execution_engine",
+    "torch._compile": "_disable_dynamo",
+    "torch._dynamo.eval_frame": "OptimizedModule._orig_mod",
+    "torch._inductor.cpp_builder": "get_cpp_compiler",
+    "torch._inductor.exc": "InvalidCxxCompiler",
+    "torch._ops": "OpOverload._schema",
+    "torch._ops.ops.aten": "_log_softmax _log_softmax_backward_data _scaled_dot_product_flash_attention_for_cpu "
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+    "torch._subclasses.fake_tensor": "DataDependentOutputException FakeTensorMode UnsupportedFakeTensorException",
+    "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes",
+    "torch.utils._pytree": "tree_flatten tree_leaves tree_map tree_unflatten",
+    "torch.cuda": "_is_in_bad_fork _lazy_call",
+    "torch.nn": "Module._call_impl Module._compiled_call_impl Module._forward_hooks Module._forward_pre_hooks "
+    "Module._non_persistent_buffers_set Module._parameters Module._save_to_state_dict",
+    # process groups, DTensors, stages and the launcher
+    "torch.distributed": "ProcessGroup._device_types ProcessGroup._get_backend ProcessGroup._register_backend "
+    "ProcessGroup._set_default_backend ProcessGroup._set_group_desc ProcessGroup._set_group_name "
+    "ProcessGroup.allgather_into_tensor_coalesced ProcessGroup.allreduce ProcessGroup.reduce_scatter_tensor_coalesced",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.distributed.distributed_c10d": "_get_default_store _world",
+    "torch.distributed.elastic.multiprocessing.subprocess_handler": "SubprocessHandler._popen "
+    "SubprocessHandler._stderr SubprocessHandler._stdout",
+    "torch.distributed.elastic.rendezvous.dynamic_rendezvous": "DynamicRendezvousHandler._state_holder "
+    "RendezvousTimeout._last_call _Action _DistributedRendezvousOpExecutor "
+    "_DistributedRendezvousOpExecutor._add_to_redundancy_list _RendezvousJoinOp _should_keep_alive",
+    "torch.distributed.pipelining": "PipelineStage.backward_maybe_with_nosync PipelineStage.backward_one_chunk "
+    "PipelineStage.backward_weight_one_chunk PipelineStage.clear_runtime_states PipelineStage.forward_one_chunk "
+    "PipelineStage.forward_maybe_with_nosync PipelineStage.get_bwd_recv_ops PipelineStage.get_bwd_send_ops "
+    "PipelineStage.get_fwd_recv_ops PipelineStage.get_fwd_send_ops",
+    "torch.distributed.tensor": "DTensor._local_tensor",
+    # transformers and accelerate
+    "transformers": "PreTrainedConfig._attn_implementation PreTrainedConfig._experts_implementation "
+    "PreTrainedConfig._name_or_path",
+    "transformers.integrations.deepspeed": "deepspeed_config is_deepspeed_zero3_enabled",
+    "transformers.masking_utils": "ALL_MASK_ATTENTION_FUNCTIONS",
+    "transformers.modeling_utils": "ALL_ATTENTION_FUNCTIONS PreTrainedModel._from_config PreTrainedModel._tp_plan "
+    "PreTrainedModel.from_pretrained PreTrainedModel.save_pretrained revert_weight_conversion",
+    "transformers.models.mixtral.modeling_mixtral": "eager_attention_forward load_balancing_loss_func",
+    "transformers.pytorch_utils": "Conv1D",
+    "transformers.trainer": "Trainer._save_rng_state Trainer.train",
+    "transformers.trainer_jit_checkpoint": "CheckpointManager._enable_checkpoint "
+    "CheckpointManager.execute_jit_checkpoint CheckpointManager.is_checkpoint_requested "
+    "JITCheckpointCallback.on_pre_optimizer_step",
+    "accelerate.accelerator": "Accelerator.get_state_dict",
+    "accelerate.state": "PartialState._shared_state",
+    "accelerate.tracking": "LOGGER_TYPE_TO_CLASS",
+    "accelerate.utils.other": "extract_model_from_parallel",
+}
+
+# Names that earlier releases in the supported range lack, or builds without NCCL; the package works without them.
+SINCE: Mapping[str, tuple[str, str]] = {
+    "_make_nccl_premul_sum": ("torch", "with NCCL"),
+}
+
+# Private names of Python itself.
+OF_PYTHON = frozenset({"_asdict", "_current_frames", "_exit", "_fields", "_getframe"})
