@@ -44,6 +44,7 @@ from zeroaccel.config.parallel import ParallelConfig
 from zeroaccel.config.schema import Checkpoint
 from zeroaccel.errors import CheckpointError, EngineStateError, Preempted
 from zeroaccel.logs import logger
+from zeroaccel.telemetry.timeline import named_range
 from zeroaccel.zero.engine_base import EngineBase
 from zeroaccel.zero.precision import DynamicLossScale
 
@@ -122,7 +123,8 @@ class Checkpointer:
         if self._section.async_save:
             self._saving = BackgroundSave(save)
         else:
-            save.write_now()
+            with named_range("save checkpoint", save.folder.name):
+                save.write_now()
             logger.info("saved checkpoint %s", save.folder)
 
     def begin_save(self, folder: PathLike, tag: str) -> Save:
@@ -278,7 +280,7 @@ class Checkpointer:
             if options.scheduler:
                 self._check_scheduler(manifest, where)
         client_state: dict[str, Any] = {}
-        with ExitStack() as files:
+        with named_range("load", what), ExitStack() as files:
             with agreed(self._ranks, f"{what}: buffers"):
                 store = files.enter_context(opened)
                 buffers = read_buffers(state, store)

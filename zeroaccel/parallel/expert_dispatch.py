@@ -43,6 +43,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import UsageError
+from zeroaccel.telemetry.timeline import named_range
 
 WHERE = "expert parallelism"
 
@@ -367,7 +368,8 @@ def _check_routing(name: str, hidden: Tensor, choices: Tensor, weights: Tensor) 
 
 def _exchanged(rows: Tensor, ranks: Collectives, received: Sequence[int], sent: Sequence[int], label: str) -> Tensor:
     out = rows.new_empty(sum(received), *rows.shape[1:])
-    ranks.exchange_rows(out, rows.contiguous(), received, sent, label).wait()
+    with named_range(label):
+        ranks.exchange_rows(out, rows.contiguous(), received, sent, label).wait()
     return out
 
 

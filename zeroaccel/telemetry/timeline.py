@@ -1,8 +1,13 @@
 """The activity of one rank during a few steps, as spans of time: compute, waits, collectives, updates, copies.
 
 `zero/step_trace.py` starts and stops recordings; `trace_file.py` writes the spans of all ranks. Without a recording,
-`span` costs one comparison, and there are no hooks or listeners. Only `clock_offsets` communicates. Recording does not
+`span` costs two comparisons, and there are no hooks or listeners. Only `clock_offsets` communicates. Recording does not
 change results.
+
+[Note: names in torch's profiler] While torch's profiler runs, `span` and `named_range` also open a `record_function`
+range, such as `zeroaccel::unshard layers.3`. `torch.autograd.profiler.emit_nvtx` turns these into NVTX ranges. A
+`record_function` without a profiler costs several microseconds, which would be 1 % of a small step, so the ranges exist
+only while a profiler is running.
 
 [Note: marks] A moment on the host is `time.perf_counter_ns()`. On a CUDA device the host only queues work, so a moment
 is an event on the current stream, and becomes a time when the recording has ended. The span of a wait then covers the
@@ -19,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import torch
+from torch.autograd import profiler
 
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.hangs.flight_recorder import CollectiveRecord
@@ -28,6 +34,7 @@ Mark = int | torch.Event
 """A moment: nanoseconds of the host's clock, or an event of a device."""
 
 _CLOCK_ROUNDS = 12
+_RANGES = "zeroaccel::"
 _THREADS = "zeroaccel-"  # prefix of this package's thread names
 
 
@@ -188,8 +195,8 @@ active: Timeline | None = None
 _NOTHING = contextlib.nullcontext()
 
 
-def span(kind: Kind, name: str, detail: str = "", lane: str = "") -> AbstractContextManager[None]:
-    """Records the block as a span, if there is a recording.
+def span(kind: Kind, name: str, detail: str = "", lane: str = "") -> AbstractContextManager[object]:
+    """Records the block as a span, if there is a recording, and names it in torch's profiler.
 
     Args:
         lane: lane of a device's stream; by default this thread's.
@@ -198,7 +205,25 @@ def span(kind: Kind, name: str, detail: str = "", lane: str = "") -> AbstractCon
         >>> with span("update", "layers.0"):
         ...     pass
     """
-    return _NOTHING if active is None else active.span(kind, name, detail, lane)
+    if active is not None:
+        return active.span(kind, name, detail, lane)
+    return named_range(kind, name)
+
+
+def named_range(action: str, name: str = "") -> AbstractContextManager[object]:
+    """Names the block in torch's profiler, `zeroaccel::ACTION NAME`, if a profiler is running on this process.
+
+    Args:
+        action: the work of the block, such as "unshard".
+        name: the unit or checkpoint that it works on.
+
+    Example:
+        >>> with named_range("unshard", "layers.0"):
+        ...     pass
+    """
+    if not profiler._is_profiler_enabled:
+        return _NOTHING
+    return profiler.record_function(f"{_RANGES}{action} {name}".rstrip())
 
 
 def clock_offsets(collectives: Collectives) -> list[tuple[int, int]]:

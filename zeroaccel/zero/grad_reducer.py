@@ -36,6 +36,7 @@ from zeroaccel.comm.collectives import Collectives, Work
 from zeroaccel.config.shard_plan import ShardPlan
 from zeroaccel.errors import EngineStateError, ShardStateError
 from zeroaccel.ops.reductions import max_abs_into
+from zeroaccel.telemetry.timeline import named_range
 from zeroaccel.zero.param_unit import FlatBuffer
 from zeroaccel.zero.storage.copy_stream import CopyHandle, CopyStream
 from zeroaccel.zero.tensor_subclasses import local_grad
@@ -448,7 +449,8 @@ class GradReducer:
             # not only when the bucket is full.
             room = min(room, self._inflight[-1].flat.numel())
         self._drain(max(room, 0))
-        reduced, work = self._start_reduction(gradients, flat, f"reduce {gradients.name}")
+        with named_range("reduce", gradients.name):
+            reduced, work = self._start_reduction(gradients, flat, f"reduce {gradients.name}")
         reduce = _InflightReduce(gradients, flat, reduced, work)
         if self._copies is not None and self._copies.pinned:
             reduce.copy = self._copies.to_host(reduced, work, self._examine)
@@ -476,12 +478,14 @@ class GradReducer:
         while self._inflight and self._inflight_numel > limit_numel:
             reduce = self._next_inflight()
             if self._copies is None:
-                reduce.work.wait()
+                with named_range("wait for reduce", reduce.gradients.name):
+                    reduce.work.wait()
                 self._accumulate(reduce.gradients, reduce.reduced)
             else:
                 # Pageable memory: the copy blocks, so it begins as late as possible.
                 copy = reduce.copy or self._copies.to_host(reduce.reduced, reduce.work)
-                copy.wait_for_source()  # but not for the copy, so that `flat` returns to the allocator now
+                with named_range("wait for reduce", reduce.gradients.name):
+                    copy.wait_for_source()  # but not for the copy, so that `flat` returns to the allocator now
                 self._pending_d2h.append((reduce.gradients, copy))
                 self._bound_copies()
 

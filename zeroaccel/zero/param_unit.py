@@ -21,7 +21,7 @@ from zeroaccel.comm.agree import agree_or_raise
 from zeroaccel.comm.collectives import Collectives, Work
 from zeroaccel.errors import OffloadError, ShardStateError
 from zeroaccel.offload.tier import Tier
-from zeroaccel.telemetry.timeline import span
+from zeroaccel.telemetry.timeline import named_range, span
 from zeroaccel.zero.changed_bits import ChangedBits
 from zeroaccel.zero.layout import FlatRange, holders, whole_of
 from zeroaccel.zero.storage.copy_stream import CopyStream
@@ -391,16 +391,17 @@ class ParamUnit:
         # Every use until the next step reads a persistent unit, so it must only contain exact values.
         self._exact = exact or self.persistent
         label = f"unshard {self.name}"
-        if self.is_swapped:
-            with span("copy", self.name, "wait for a tier"):
-                self._swap_in(label, outcome)
-        self._move(ShardState.SHARDED, ShardState.GATHERING)
-        for buffer in self.buffers:
-            if buffer.persistent and not buffer.trainable:
-                continue  # frozen and unsharded everywhere: it never changes
+        with named_range("unshard", self.name):
+            if self.is_swapped:
+                with span("copy", self.name, "wait for a tier"):
+                    self._swap_in(label, outcome)
+            self._move(ShardState.SHARDED, ShardState.GATHERING)
+            for buffer in self.buffers:
+                if buffer.persistent and not buffer.trainable:
+                    continue  # frozen and unsharded everywhere: it never changes
                 # Resized in place, so that the views that parameters and autograd have of the storage stay valid.
-            buffer.allocate()
-            self._works.append(buffer.all_gather(self._collectives, label, exact=self._exact))
+                buffer.allocate()
+                self._works.append(buffer.all_gather(self._collectives, label, exact=self._exact))
 
     def unshard_some(self, wanted: Sequence[tuple[FlatBuffer, int]]) -> bool:
         """Gathers some parameters, (buffer, index of the slot), and shows them until `hide_some`. (all ranks)
@@ -540,7 +541,8 @@ class ParamUnit:
             raise ShardStateError(
                 f"unit {self.name}", expected="a gather in flight", got=self._state.value, fix="call unshard() first"
             )
-        self._finish_gathers()
+        with named_range("wait for unshard", self.name):
+            self._finish_gathers()
         self._release()
         for buffer in self._gathered:
             buffer.point(unsharded=True)
@@ -559,12 +561,13 @@ class ParamUnit:
             return
         self.wait()
         self._move(ShardState.UNSHARDED, ShardState.SHARDED)
-        for buffer in self._gathered:
-            if not self._exact:
-                # Only for values to compute with: backward then reads the same values that forward read.
-                buffer.shard.keep_secondary(buffer.full, self._collectives)
-            buffer.valid = buffer.all_slots.copy()
-        self._cover(keep_views=keep_views, keep_values=keep_values)
+        with named_range("reshard", self.name):
+            for buffer in self._gathered:
+                if not self._exact:
+                    # Only for values to compute with: backward then reads the same values that forward read.
+                    buffer.shard.keep_secondary(buffer.full, self._collectives)
+                buffer.valid = buffer.all_slots.copy()
+            self._cover(keep_views=keep_views, keep_values=keep_values)
         self._exact = True
 
     def _cover(self, *, keep_views: bool, keep_values: bool) -> None:

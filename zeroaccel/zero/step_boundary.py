@@ -20,6 +20,7 @@ from zeroaccel.errors import CollectiveError, listed
 from zeroaccel.logs import logger
 from zeroaccel.ops.device_kernels import kernels_for
 from zeroaccel.optim.rank_facts import HyperparameterCheck
+from zeroaccel.telemetry.timeline import named_range
 from zeroaccel.zero.grad_norm import (
     DeviceStats,
     FactorRule,
@@ -103,12 +104,13 @@ class StepBoundary:
             shard for shard, buffer in shards if ranks.replica == 0 and (ranks.is_first_data_group or buffer.is_split)
         ]
         tensors, device, facts = [shard for shard, _ in shards], self._reducer.device, self._reducer.facts
-        if self._checks_on_device:
-            self.check = check_on_device(tensors, counted, ranks, device=device, digests=self._digests(), norm=norm)
-        else:
-            if facts is None:
-                facts = join_facts_on_host(tensors, self._digests(), ranks, device)
-            self.check = stats_on_host(facts, counted, ranks, device, norm=norm)
+        with named_range("norm"):
+            if self._checks_on_device:
+                self.check = check_on_device(tensors, counted, ranks, device=device, digests=self._digests(), norm=norm)
+            else:
+                if facts is None:
+                    facts = join_facts_on_host(tensors, self._digests(), ranks, device)
+                self.check = stats_on_host(facts, counted, ranks, device, norm=norm)
         return self.check
 
     def read(self, check: GradCheck, step: int) -> GradStats:

@@ -20,6 +20,7 @@ PRIVATE: Mapping[str, str] = {
     "torch._C": "_current_graph_task_id _functorch _get_tracing_state _storage_Use_Count",
     "torch._C._distributed_c10d": "_make_nccl_premul_sum",
     "torch.autograd": "Variable._execution_engine",
+    "torch.autograd.profiler": "_is_profiler_enabled",
     "torch._compile": "_disable_dynamo",
     "torch._dynamo.eval_frame": "OptimizedModule._orig_mod",
     "torch._inductor.cpp_builder": "get_cpp_compiler",
