@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -111,11 +110,6 @@ _PROVIDES = {
 }
 _PACKAGES = ("checkpoint", "rollout", "zero")  # available without an explicit import, like deepspeed.zero
 _HOMES = {name: f"zeroaccel.{module}" for module, names in _PROVIDES.items() for name in names.split()}
-# Names that version 0.1 exported here -> their modules.
-_MOVED = {
-    "CoupledOptimizer": "zeroaccel.ops.coupled",
-    "Reductions": "zeroaccel.ops.coupled",
-}
 
 
 for _name, _reason in ABSENT_MODULES.items():
@@ -123,10 +117,6 @@ for _name, _reason in ABSENT_MODULES.items():
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MOVED:
-        message = f"import {name} from {_MOVED[name]}; the next version removes `from zeroaccel import {name}`"
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-        return getattr(import_module(_MOVED[name]), name)
     if name in _PACKAGES:
         return import_module(f"zeroaccel.{name}")
     if name not in _HOMES:

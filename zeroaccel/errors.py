@@ -22,9 +22,7 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Sequence
-from types import TracebackType
 from typing import ClassVar
 
 __all__ = [
@@ -161,13 +159,3 @@ def cut_traceback(error: BaseException) -> None:
     if last is not None:
         last.tb_next = None
         error.__cause__, error.__suppress_context__ = None, True
-
-
-def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    cut_traceback(error)
-    _previous_hook(kind, error, trace)
-
-
-# The hooks of torch and of the launcher's ranks are installed later and call this one with the error that they show.
-_previous_hook = sys.excepthook
-sys.excepthook = _show

@@ -61,6 +61,8 @@ class Reporter:
 
     def failed(self, error: BaseException) -> int:
         """Reports an uncaught exception. Returns the exit code."""
+        if (errors := sys.modules.get("zeroaccel.errors")) is not None:  # only if the script has imported zeroaccel
+            errors.cut_traceback(error)
         report = _report_of(error)
         code = int(report["exit_code"])
         if self._write(report):

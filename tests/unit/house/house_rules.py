@@ -56,10 +56,10 @@ ENVIRONMENT_READERS = {
 
 # Folder -> its limit of code lines. A commit that raises a limit states the reason.
 MAX_CODE_LINES: Mapping[str, int] = {
-    "": 860,
+    "": 838,
     "accelerate": 4075,
     "checkpoint": 5935,
-    "cli": 7105,
+    "cli": 7106,
     "comm": 3800,
     "compat": 3250,
     "config": 4175,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import traceback
 from pathlib import Path
 
@@ -43,3 +45,8 @@ def test_other_tracebacks_stay_whole() -> None:
     cut_traceback(failure.value)
     frames = traceback.extract_tb(failure.value.__traceback__)
     assert Path(frames[-1].filename).name == "zero_to_fp32.py"
+
+
+def test_the_import_of_the_errors_leaves_the_interpreter_alone() -> None:
+    code = "import sys; before = sys.excepthook; import zeroaccel.errors; assert sys.excepthook is before"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -36,7 +36,7 @@ from zeroaccel.comm.hangs.hang_report import (
 )
 from zeroaccel.comm.hangs.peer_processes import PeerProcesses
 from zeroaccel.comm.hangs.side_channel import ChannelLost, ChannelSilent, SideChannel
-from zeroaccel.errors import CollectiveError, CollectiveTimeoutError
+from zeroaccel.errors import CollectiveError, CollectiveTimeoutError, cut_traceback
 from zeroaccel.logs import logger
 from zeroaccel.ops.device_threads import CPU, start_thread
 
@@ -662,6 +662,7 @@ class _ExitNotice:
         # After a report, a RuntimeError is the report itself, or the backend's error for the closed connections.
         failing = [watchdog for watchdog in self.watchdogs if watchdog.error and isinstance(error, RuntimeError)]
         if not any(watchdog.error_logged for watchdog in failing):
+            cut_traceback(error)
             self._previous_hook(kind, error, traceback)
         self._leave(error)
         for watchdog in failing:
