@@ -25,12 +25,6 @@ from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.zero import GatheredParameters
 from zeroaccel.zero.access.deferred_init import Init as OwnInit
 
-_HOW_TO_CALL = (
-    "pass the model to deepspeed.initialize(), a Trainer or Accelerator.prepare() first, and call what they return. "
-    "A model without an engine, such as a frozen encoder beside the trained model, must be loaded whole: "
-    "load it before you create the Accelerator or TrainingArguments, since transformers shards models loaded later. "
-    "accelerate prepares no DeepSpeed engine if ACCELERATE_USE_CPU is true: remove it from the environment"
-)
 _SECTIONS = ("zero_optimization", "optimizer", "scheduler", "fp16", "bf16")
 
 
@@ -66,8 +60,6 @@ class DeepSpeedInit(OwnInit):
         mpu, zero_param_parallel_group, sequence_data_parallel_group, param_swapper: must be None.
         zero_quantized_weights, zero_quantized_nontrainable_weights: must be False; set them in the engine's config.
     """
-
-    _HOW_TO_CALL = _HOW_TO_CALL
 
     @asserting
     def __init__(

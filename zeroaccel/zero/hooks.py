@@ -36,7 +36,7 @@ from zeroaccel.logs import log_once
 from zeroaccel.nested import leaves_of, map_tensors
 from zeroaccel.telemetry.timeline import Mark, Timeline
 from zeroaccel.zero.access.full_params import overwrite
-from zeroaccel.zero.access.param_registry import ParamHandle, ParamRegistry, handle_of
+from zeroaccel.zero.access.param_registry import ParamHandle, ParamRegistry
 from zeroaccel.zero.compiled import (
     AroundCompiled,
     check_not_compiled,
@@ -465,30 +465,6 @@ def watch_construction(
         register_module_parameter_registration_hook(on_parameter),
         register_module_module_registration_hook(on_child),
     ]
-
-
-def refuse_calls(unit: ParamUnit, is_building: Callable[[], bool], fix: str) -> list[RemovableHandle]:
-    """Makes calls of the unit's modules an error while it is sharded and has no engine: they would compute NaN.
-
-    Args:
-        is_building: returns True while constructors run, whose calls unshard the parameters that they use.
-        fix: what to do, for the error.
-    """
-
-    def refuse(module: nn.Module, *args: Any) -> None:
-        if unit.state is not ShardState.SHARDED or is_building():
-            return
-        # A program may have replaced the parameters with others, which the unit does not track.
-        own = [param for param in module._parameters.values() if param is not None]
-        handles = [handle_of(each) for param in own for each in carriers(param)]
-        if any(handle is not None and handle.unit is unit for handle in handles):
-            raise EngineStateError(
-                f"forward of {type(module).__name__}: {next(unit.fqns())} is sharded by zero.Init, and reads as NaN",
-                expected="an engine around the model",
-                fix=fix,
-            )
-
-    return [module.register_forward_pre_hook(_Attached(refuse, unit)) for module in unit.modules]
 
 
 class WatchedParameters(dict[str, "nn.Parameter | None"]):

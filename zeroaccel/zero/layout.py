@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -290,6 +290,11 @@ class FlatLayout:
         # no extra padding.
         sizes[-1] += round_up(cursor, ALIGN_NUMEL * world_size) - cursor
         return cls(slots, sum(sizes), tuple(sizes), tuple(owners))
+
+    def renamed(self, names: Sequence[str]) -> FlatLayout:
+        """Returns the same layout with other fqns."""
+        slots = tuple(replace(slot, fqn=name) for slot, name in zip(self.slots, names, strict=True))
+        return replace(self, slots=slots)
 
     @property
     def world_size(self) -> int:

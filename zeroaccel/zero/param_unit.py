@@ -28,7 +28,16 @@ from zeroaccel.zero.storage.copy_stream import CopyStream
 from zeroaccel.zero.storage.masters import MasterPlace, MasterStorage, NoMasters, stand_in
 from zeroaccel.zero.storage.placement import BufferPlan
 from zeroaccel.zero.storage.shards import MemoryShard, ShardPlace, ShardStorage, absent_value
-from zeroaccel.zero.tensor_subclasses import as_ordinary, is_split, local, scales_of, set_local, sharded_use, show
+from zeroaccel.zero.tensor_subclasses import (
+    BuiltOwner,
+    as_ordinary,
+    is_split,
+    local,
+    scales_of,
+    set_local,
+    sharded_use,
+    show,
+)
 
 
 class ShardState(enum.Enum):
@@ -148,6 +157,18 @@ class FlatBuffer:
         shown = sorted(self.shown)
         if shown:
             show([self.params[index] for index in shown], [self._views[index] for index in shown], None)
+
+    def watch(self, owner: BuiltOwner, names: Sequence[str]) -> None:
+        """Makes reads of the sharded parameters, which no engine has yet, uses of `owner`.
+
+        Args:
+            names: the fqn of each parameter, which may have changed since the buffer was made.
+        """
+        self.watches_uses = True
+        self.layout = self.layout.renamed(names)
+        self._uses = [
+            sharded_use(name, self._read, owner, param) for name, param in zip(names, self.params, strict=True)
+        ]
 
     def _read(self) -> None:
         if self.on_read is not None:
@@ -345,11 +366,16 @@ class ParamUnit:
                 return True
         return False
 
-    def watch_uses(self) -> None:
-        """Makes reads and writes of its parameters errors while it is sharded, from now on."""
+    def watch_uses(self, owner: BuiltOwner, name_of: Callable[[nn.Parameter, str], str]) -> None:
+        """From now on, operations on its sharded parameters that need or write values are uses of `owner`.
+
+        Args:
+            name_of: (parameter, name so far) -> its fqn.
+        """
         for buffer in self._gathered:
             if not buffer.watches_uses:
-                buffer.watches_uses = True
+                named = zip(buffer.params, buffer.layout.slots, strict=True)
+                buffer.watch(owner, [name_of(param, slot.fqn) for param, slot in named])
                 if self._state is ShardState.SHARDED:
                     buffer.point(unsharded=False)
 

@@ -14,6 +14,10 @@ The object stays the same, and is an ordinary `nn.Parameter` while it is unshard
 nothing. A deep copy has no values; it becomes an ordinary parameter once it is overwritten. A sharded DTensor gets a
 subclass of `DTensor` instead, with the same checks; its deep copy is an error.
 
+Before there is an engine, the parameter has a `BuiltOwner`: every operation on it, or on a view of it, that needs or
+writes values gathers them on all ranks, runs, and shards them again, and a deep copy is a sharded parameter with the
+same values. A view stores the call that made it, and `_remade` repeats that call on the gathered parameter.
+
 To decide if a function of torch reads values, it is tried on tensors of the meta device, which have none: a list of
 function names would depend on torch's version.
 """
@@ -25,12 +29,14 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import clip_grad_value_
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -72,7 +78,7 @@ def show(params: Sequence[nn.Parameter], tensors: Sequence[Tensor], uses: Sequen
             as_ordinary(param)
             set_local(param, tensor)
             if uses is not None:
-                as_sharded(param, uses[index].fqn, uses[index].gather)
+                as_sharded(param, uses[index])
             continue
         if kind is ShardedParameter:
             del own[_RECORD]
@@ -83,9 +89,11 @@ def show(params: Sequence[nn.Parameter], tensors: Sequence[Tensor], uses: Sequen
             own[_RECORD] = uses[index]
 
 
-def sharded_use(fqn: str, gather: Callable[[], None]) -> _ShardedUse:
+def sharded_use(
+    fqn: str, gather: Callable[[], None], owner: BuiltOwner | None = None, param: nn.Parameter | None = None
+) -> _ShardedUse:
     """Returns the record of a sharded parameter: its name, and the function that unshards it during a pass."""
-    return _ShardedUse(fqn, gather)
+    return _ShardedUse(fqn, gather, owner=owner, param=None if param is None else weakref.ref(param))
 
 
 _SCALES, _FOLLOWERS = "_zero_scales", "_zero_followers"
@@ -212,7 +220,7 @@ def check_split(named: Sequence[tuple[str, nn.Parameter]], dtype_of: Any) -> Non
                 )
 
 
-_RECORD = "_sharded"
+_RECORD, _ORIGIN = "_sharded", "_origin"
 _METADATA_NAMES = """
     shape dtype device layout ndim is_meta is_cuda is_cpu is_sparse is_quantized requires_grad requires_grad_
     is_leaf grad grad_fn _version names itemsize nbytes size dim numel nelement element_size is_floating_point
@@ -232,6 +240,44 @@ _CLIP_VALUE = inspect.unwrap(clip_grad_value_).__code__
 _OVERWRITES = frozenset({"copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_", "normal_", "uniform_", "data"})
 
 
+class BuiltOwner(Protocol):
+    """The owner of sharded parameters that no engine has yet."""
+
+    def using(
+        self, params: Sequence[nn.Parameter], call: str, *, writes: bool
+    ) -> AbstractContextManager[Callable[[Tensor], bool]]:
+        """Unshards parameters for one operation, in the block. (all ranks)
+
+        Args:
+            writes: the operation changes them; all ranks get rank 0's values.
+
+        Returns:
+            A context manager that yields a function: True for a tensor that shares memory with the parameters.
+        """
+
+    def copy(self, param: nn.Parameter) -> nn.Parameter:
+        """Returns a parameter with the same values, sharded too. (all ranks)"""
+
+    def has(self, param: nn.Parameter) -> bool:
+        """Returns False if an engine has taken the parameter over."""
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """The operation that made a view, and the view's number among its results.
+
+    Attributes:
+        shape: the view of a tensor on the meta device, which has the strides that the view of real values has.
+    """
+
+    func: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    index: int | None
+    with_grad: bool
+    shape: Tensor
+
+
 @dataclass(eq=False)
 class _ShardedUse:
     """The record that a sharded parameter shares with its views and casts.
@@ -241,16 +287,20 @@ class _ShardedUse:
         ordinary: the class of the parameter while it is unsharded.
         copy: for a deep copy without values, the copied parameter.
         is_filled: True if the copy has been overwritten.
+        owner: owner until an engine takes over.
+        param: the parameter, if it has such an owner.
     """
 
     fqn: str
     gather: Callable[[], None]
     ordinary: type[Tensor] = nn.Parameter
+    owner: BuiltOwner | None = None
+    param: weakref.ref[nn.Parameter] | None = None
     copy: weakref.ref[nn.Parameter] | None = None
     is_filled: bool = False
 
 
-def as_sharded(param: nn.Parameter, fqn: str, gather: Callable[[], None]) -> None:
+def as_sharded(param: nn.Parameter, use: _ShardedUse) -> None:
     """Makes uses of the values of a parameter or DTensor errors; objects of other classes stay unchanged."""
     # Exactly these classes: the memory layout of an object with another class, or with slots, may differ.
     ordinary = type(param)
@@ -262,7 +312,7 @@ def as_sharded(param: nn.Parameter, fqn: str, gather: Callable[[], None]) -> Non
         _change_class(param, _sharded_codes(ordinary))
     else:
         return
-    vars(param)[_RECORD] = _ShardedUse(fqn, gather, ordinary)
+    vars(param)[_RECORD] = replace(use, ordinary=ordinary)
 
 
 def as_ordinary(param: nn.Parameter) -> None:
@@ -285,7 +335,11 @@ class _Checked(Tensor):
         return _call(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        raise _no_values(self, "deepcopy")
+        if _record(self).owner is None:
+            raise _no_values(self, "deepcopy")
+        copied: Tensor = _call(Tensor.clone, (self.detach(),), {})
+        memo[id(self)] = copied
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise _no_values(self, "pickling")
@@ -303,9 +357,15 @@ class ShardedParameter(_Checked, nn.Parameter):
         return nn.Parameter(data, requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        record = vars(self)[_RECORD]
+        if record.owner is not None and record.param() is self:
+            whole: nn.Parameter = record.owner.copy(self)
+            memo[id(self)] = whole
+            return whole
+        if record.owner is not None:  # a detached view
+            return super().__deepcopy__(memo)  # type: ignore[return-value]
         with torch._C.DisableTorchFunctionSubclass():
             copied = memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
-        record = vars(self)[_RECORD]
         vars(copied)[_RECORD] = _ShardedUse(record.fqn, _gather_nothing, copy=weakref.ref(copied))
         _change_class(copied, ShardedParameter)
         return copied
@@ -352,6 +412,14 @@ def _call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         call = function_name(func)
         if call == "grad":
             _refuse_to_clip(sys._getframe(2))
+        built = [tensor for tensor in _sharded(args, kwargs) if _record(tensor).owner is not None]
+        if built:
+            if call in _CASTS and call != "contiguous" and func(*args, **kwargs) is args[0]:
+                return args[0]  # it converts nothing
+            writes = any(True for _ in _targets(func, call, args, kwargs))
+            if writes or (not _is_metadata(func, call) and _reads_values(func, call, args, kwargs)):
+                return _run_whole(func, call, args, kwargs, built, writes)
+            return _view(func, args, kwargs)
         _check_targets(func, call, args, kwargs)
         if _is_metadata(func, call):
             return _checked(func(*args, **kwargs), call, args)
@@ -364,6 +432,93 @@ def _call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
                 raise _no_values(absent, call)
             return _checked(func(*args, **kwargs), call, args)
     return func(*args, **kwargs)
+
+
+def _run_whole(
+    func: Callable[..., Any],
+    call: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    built: Sequence[Any],
+    writes: bool,
+) -> Any:
+    """Runs a function on the values of sharded parameters that no engine has yet. (all ranks)"""
+    absent = next((t for t in _sharded(args, kwargs) if _record(t).owner is None and not _record(t).is_filled), None)
+    if absent is not None:
+        raise _no_values(absent, call)
+    params: dict[int, tuple[BuiltOwner, nn.Parameter]] = {}
+    for tensor in built:
+        record = _record(tensor)
+        param = record.param()
+        if param is None or not record.owner.has(param):
+            raise _outlived(record, call)
+        params[id(param)] = record.owner, param
+    with ExitStack() as stack:
+        tests = []
+        for owner in {id(owner): owner for owner, _ in params.values()}.values():
+            own = [param for holder, param in params.values() if holder is owner]
+            tests.append(stack.enter_context(owner.using(own, call, writes=writes)))
+        whole: dict[int, Any] = {}
+        originals: dict[int, Any] = {}
+
+        def valued(leaf: Any) -> Any:
+            if not isinstance(leaf, _Checked):
+                return leaf
+            if id(leaf) not in whole:
+                whole[id(leaf)] = _remade(leaf)
+                originals[id(whole[id(leaf)])] = leaf
+            return whole[id(leaf)]
+
+        def covered(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if id(leaf) in originals:  # an operation in place returns its argument
+                return originals[id(leaf)]
+            is_part = type(leaf) is Tensor and leaf.layout is torch.strided and any(test(leaf) for test in tests)
+            return leaf.clone() if is_part else leaf
+
+        if torch.is_grad_enabled():
+            # For a leaf, autograd saves the parameter itself, which is sharded again in backward: it saves an alias.
+            stack.enter_context(saved_tensors_hooks(Tensor.detach, lambda saved: saved))
+        return tree_map(covered, func(*tree_map(valued, tuple(args)), **tree_map(valued, dict(kwargs))))
+
+
+def _remade(leaf: Any) -> Any:
+    """Returns the view of the gathered parameter for a view of a sharded one; the parameter itself stays."""
+    origin = vars(leaf).get(_ORIGIN) if isinstance(leaf, _Checked) else None
+    if origin is None:
+        return leaf
+    with torch.set_grad_enabled(origin.with_grad):
+        args, kwargs = tree_map(_remade, (tuple(origin.args), dict(origin.kwargs)))
+        result = origin.func(*args, **kwargs)
+    return result if origin.index is None else result[origin.index]
+
+
+def _view(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Runs a function that reads no values; its views of a sharded parameter remember how to be made again."""
+    call = function_name(func)
+    if call == "__iter__":
+        return iter(_view(torch.unbind, args, kwargs))
+    result = _checked(func(*args, **kwargs), call, args)
+    several = isinstance(result, (list, tuple))
+    shapes: Any = None
+    for index, item in enumerate(result) if several else ((None, result),):
+        if isinstance(item, _Checked) and item is not (args[0] if args else None) and _ORIGIN not in vars(item):
+            if shapes is None:
+                shapes = _on_meta(func, args, kwargs)[0]
+            shape = shapes if index is None else shapes[index]
+            vars(item)[_ORIGIN] = _Origin(func, args, kwargs, index, torch.is_grad_enabled(), shape)
+    return result
+
+
+def _outlived(record: _ShardedUse, call: str) -> EngineStateError:
+    return EngineStateError(
+        f"a view of parameter {record.fqn}",
+        expected="a view that was made of the parameter as it is: since then an engine took it over, or it got "
+        "other storage",
+        got=call,
+        fix="read param.data or state_dict() again",
+    )
 
 
 def _refuse_to_clip(caller: FrameType) -> None:
@@ -393,24 +548,30 @@ def _reads_values(func: Callable[..., Any], call: str, args: Sequence[Any], kwar
     """Returns True if a function computes with its tensors' values or copies them; views share a tensor's memory."""
     if call.endswith("_") and not call.endswith("__"):
         return True  # it writes to another tensor
+    try:
+        result, views = _on_meta(func, args, kwargs)
+    except Exception:  # it cannot run without values, so it needs them
+        return True
+    tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    return any(tensor.untyped_storage()._cdata not in views for tensor in tensors)
+
+
+def _on_meta(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, set[int]]:
+    """Runs a function on tensors without memory; also returns the storages of those for sharded ones."""
     views: set[int] = set()
 
     def stand_in(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        empty = torch.empty((), dtype=leaf.dtype, device="meta").expand(leaf.shape)
+        origin = vars(leaf).get(_ORIGIN) if isinstance(leaf, _Checked) else None
+        empty = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if origin is None else origin.shape
         if isinstance(leaf, _Checked):
             views.add(empty.untyped_storage()._cdata)
         return empty
 
-    try:
-        with torch.no_grad():
-            stand_ins = tree_map(stand_in, (tuple(args), dict(kwargs)))
-            result = func(*stand_ins[0], **stand_ins[1])
-            tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-            return any(tensor.untyped_storage()._cdata not in views for tensor in tensors)
-    except Exception:  # it cannot run without values, so it needs them
-        return True
+    with torch.no_grad():
+        stand_ins = tree_map(stand_in, (tuple(args), dict(kwargs)))
+        return func(*stand_ins[0], **stand_ins[1]), views
 
 
 def _no_values(tensor: _Checked, call: str) -> EngineStateError:
@@ -469,9 +630,11 @@ def _targets(func: Callable[..., Any], call: str, args: Sequence[Any], kwargs: M
 
 def _is_other_storage(param: Tensor, data: Tensor) -> bool:
     """Returns True if new data has other values; `param_check.py` reports conversions of dtype or device."""
-    if isinstance(data, _Checked) and _record(data) is _record(param):
-        return False
-    if _record(param).copy is None and (data.dtype, data.device) != (param.dtype, param.device):
+    record = _record(param)
+    if isinstance(data, _Checked) and _record(data) is record:
+        origin = vars(data).get(_ORIGIN)
+        return not (data.shape == param.shape and (origin is None or origin.shape.is_contiguous()))
+    if record.copy is None and record.owner is None and (data.dtype, data.device) != (param.dtype, param.device):
         return False
     return bool(local(data).untyped_storage()._cdata != local(param).untyped_storage()._cdata)
 

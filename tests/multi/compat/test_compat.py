@@ -37,9 +37,7 @@ def _shown_on_parameters() -> list[Any]:
         with deepspeed.zero.Init(config_dict_or_path=CONFIG):
             model = small_model()
         weight = model[0].weight  # type: ignore[index]
-        said = message(ZeroAccelError, model, torch.ones(1, 4))
-        assert "must be loaded whole: load it before you create the Accelerator or TrainingArguments" in said
-        assert "ACCELERATE_USE_CPU" in said
+        assert torch.equal(model(torch.ones(1, 4)), small_model()(torch.ones(1, 4)))
         seen = [(weight.ds_status, weight.ds_shape, weight.ds_numel, weight.shape)]
         assert not hasattr(nn.Parameter(torch.zeros(1)), "ds_id")
         engine, _, _, _ = deepspeed.initialize(model=model, config=CONFIG)

@@ -112,7 +112,7 @@ def _mistakes(stage: int) -> list[str]:
 
     def replace() -> None:
         with GatheredParameters(weight, modifier_rank=0):
-            weight.data = torch.zeros_like(weight)
+            weight.data = torch.zeros(3, 3)
 
     def fail_on_one_rank() -> None:
         with GatheredParameters(weight, modifier_rank=0):
@@ -161,7 +161,8 @@ def test_mistakes_are_named_on_every_rank(ranks: Ranks, stage: int) -> None:
         assert "a number of bytes" in found[6]
         assert "the same on all ranks" in found[7]
         assert "register_external_parameter" in found[8]
-        assert "param.data.copy_" in found[9]
+        assert "layers.0.up.weight: expected parameters that keep their shape and dtype" in found[9]
+        assert "got 'a tensor of shape (3, 3) and torch.float32 assigned to .data'" in found[9]
 
 
 def _generate(budget: int | None) -> dict[str, Any]:

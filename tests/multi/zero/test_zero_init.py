@@ -75,13 +75,13 @@ def _same(stage: int, precision: str, how: str, folder: str) -> Run:
         with zero.Init(remote_device=device, nvme_path=folder if how == "nvme" else None):
             model = Elaborate()
         assert all(handle_of(param) is not None for param in model.parameters())
-        assert "weight of Linear number 5: expected no read" in message(
-            EngineStateError, model.layers[1].up.weight.norm
-        )
+        assert handle_of(model.layers[1].up.weight).slot.fqn == "layers.1.up.weight"  # type: ignore[union-attr]
+        read = model.layers[1].up.weight.norm()
         if how == "nvme":
             assert list(Path(folder).iterdir()) == []  # unlinked files vanish with the process
         with zero.GatheredParameters(model.parameters()):
             assert model.layers[2].down.bias[0].item() == 0.25
+            assert torch.equal(read, model.layers[1].up.weight.norm())
             starts = model.layers[1].up(torch.ones(1, WIDTH)).sum().item()
         assert rank or starts == model.start
     assert model.head.weight is model.embed.weight
@@ -137,9 +137,9 @@ def _sizes() -> None:
     there = nn.Linear(16, 16)
     values = there.weight.detach().clone()
     zero.Init(there)
-    assert "got 'fill_'; write inside zero.GatheredParameters" in message(EngineStateError, there.weight.data.fill_, 1)
+    there.weight.data.mul_(2)
     with zero.GatheredParameters(there.weight):
-        assert torch.equal(there.weight, values)
+        assert torch.equal(there.weight, 2 * values)
     with zero.GatheredParameters(model[0].weight, modifier_rank=1), torch.no_grad():
         model[0].weight.fill_(float(torch.distributed.get_rank()))
     assert float(zero.safe_get_full_fp32_param(model[0].weight).sum()) == 512 * 512  # type: ignore[union-attr]
@@ -171,23 +171,20 @@ def _undone() -> list[str]:
 
     with zero.Init():
         model = nn.Sequential(nn.Linear(5, 5))
-    attempt(UsageError, lambda: zeroaccel.initialize(copy.deepcopy(model), config=config(3)))
-    copied = copy.deepcopy(model)
-    attempt(EngineStateError, lambda: copied(torch.ones(1, 5)))
     attempt(EngineStateError, lambda: __import__("pickle").dumps(model))
-    attempt(EngineStateError, lambda: model(torch.ones(1, 5)))
     with zero.GatheredParameters(model.parameters()):
-        assert bool(model(torch.ones(1, 5)).isfinite().all())
-        copied.load_state_dict(model.state_dict())
         expected = model(torch.ones(1, 5))
         assert torch.equal(copy.deepcopy(model)(torch.ones(1, 5)), expected)
-    assert torch.equal(copied(torch.ones(1, 5)), expected)
-    attempt(EngineStateError, lambda: model(torch.ones(1, 5)))
+    copied = copy.deepcopy(model)
+    assert full_elements(copied) <= 2
+    for one in (copied, model):
+        assert torch.equal(one(torch.ones(1, 5)), expected)
+    early = model[0].weight.data
     attempt(UsageError, lambda: zero.Init(dtype=torch.int32))
     attempt(UsageError, lambda: zero.Init(remote_device="tape"))  # type: ignore[arg-type]
     attempt(UsageError, lambda: zero.Init(remote_device="nvme"))
     first, *_ = zeroaccel.initialize(model, config=config(3))
-    assert not any("refuse" in hook._function.__name__ for hook in model[0]._forward_pre_hooks.values())
+    attempt(EngineStateError, early.sum)
     attempt(UsageError, lambda: zeroaccel.initialize(model, config=config(3)))
     first.destroy()
     second, *_ = zeroaccel.initialize(model, config=config(3))  # the model of a destroyed engine
@@ -201,15 +198,10 @@ def _undone() -> list[str]:
 
 def test_exits_undo_everything_and_mistakes_are_named(ranks: Ranks) -> None:
     for found in ranks(2).run(_undone):
-        copied, copy_called, pickled, *called, dtype, device, nvme, twice = found
-        assert "only NaN, as a copy or a cast of a sharded parameter has" in copied
-        assert "forward of a copied Linear: weight of Linear number 0 was sharded when it was copied" in copy_called
-        assert "copy inside zero.GatheredParameters(model.parameters())" in copy_called
-        assert "parameter weight of Linear number 0: expected no read of its values while it is sharded" in pickled
-        assert len(called) == 2
-        for error in called:
-            assert "forward of Linear: weight of Linear number 0 is sharded by zero.Init" in error
-            assert "pass the model to zeroaccel.initialize()" in error
+        pickled, dtype, device, nvme, early, twice = found
+        assert "parameter 0.weight: expected no read of its values while it is sharded" in pickled
+        assert "a view of parameter 0.weight: expected a view that was made of the parameter as it is" in early
+        assert "read param.data or state_dict() again" in early
         assert "a floating-point torch.dtype" in dtype
         assert "'tape'" in device
         assert "nvme_path" in nvme

@@ -15,8 +15,8 @@ import functools
 import os
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -25,17 +25,17 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import init_process_group
 from zeroaccel.config import Config, load_config
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.offload.file_io import nameless_file
-from zeroaccel.zero.access.param_registry import ParamRegistry, handle_of
+from zeroaccel.zero.access.full_params import store, take_assigned
+from zeroaccel.zero.access.param_registry import ParamHandle, ParamRegistry, handle_of
 from zeroaccel.zero.build_units import initial_values
 from zeroaccel.zero.from_config import DTYPES
-from zeroaccel.zero.hooks import refuse_calls, watch_construction
+from zeroaccel.zero.hooks import watch_construction
 from zeroaccel.zero.layout import FlatLayout
 from zeroaccel.zero.model_check import float64_error
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
@@ -43,15 +43,11 @@ from zeroaccel.zero.precision import dtype_before, note_cast
 from zeroaccel.zero.quantized_weights import attach_codes
 from zeroaccel.zero.storage.placement import BufferPlan
 from zeroaccel.zero.storage.shards import MemoryShard
-from zeroaccel.zero.tensor_subclasses import METADATA, carriers, function_name, scales_of, tensors_of
+from zeroaccel.zero.tensor_subclasses import METADATA, carriers, function_name, local, scales_of, tensors_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_HOW_TO_CALL = (
-    "pass the model to zeroaccel.initialize() or Accelerator.prepare() first, and call the engine or model that they "
-    "return; to read its values, use zero.GatheredParameters"
-)
 _UNSHARDED_NBYTES = 64 << 20  # limit for the modules that stay unsharded while constructors use them
 
 
@@ -115,18 +111,13 @@ class ModuleShards:
 
     Life of a module: 1. `shard` after its constructor (or `reserve` for values to be read later), 2. `unshard_for_use`
     whenever a constructor uses one of its parameters again, 3. `reshard_all` and `watch_uses` at the end. From then
-    until an engine takes over the parameters, calling the module or reading a parameter raises an error.
-
-    Args:
-        how_to_call: remedy in the error message of such a call.
+    until an engine takes over the parameters, each operation that needs or writes their values is a use (`using`).
     """
 
-    def __init__(self, collectives: Collectives, destination: ShardTarget, how_to_call: str = _HOW_TO_CALL) -> None:
+    def __init__(self, collectives: Collectives, destination: ShardTarget) -> None:
         self.destination = destination
         self.collectives = collectives
-        self.registry = ParamRegistry(collectives, pin=self._pin, unpin=self._unpin, on_empty=self._allow_calls)
-        self._how_to_call = how_to_call
-        self._refusals: dict[int, list[RemovableHandle]] = {}
+        self.registry = ParamRegistry(collectives, pin=self._pin, unpin=self._unpin, on_empty=self._forget)
         self._unsharded: OrderedDict[int, ParamUnit] = OrderedDict()
         self._recent: ParamUnit | None = None  # the last unit that was unpinned and still has its values
         self._count = 0
@@ -203,9 +194,80 @@ class ModuleShards:
 
     @_without_modes
     def watch_uses(self) -> None:
-        """Makes any later read or write of a sharded parameter raise; see [Note: sharded parameters]."""
+        """Makes any later operation on a sharded parameter a use of it; see [Note: sharded parameters]."""
         for unit in self.registry.units:
-            unit.watch_uses()
+            self._watch(unit)
+
+    def _watch(self, unit: ParamUnit) -> None:
+        (module,) = unit.modules
+        names = {
+            id(each): key
+            for own, param in module._parameters.items()
+            if param is not None
+            for key, each in tensors_of(own, param)
+        }
+        prefix = _fqn_of(module)
+        unit.watch_uses(self, lambda param, name: prefix + names[id(param)] if id(param) in names else name)
+
+    def has(self, param: nn.Parameter) -> bool:
+        """Returns False if an engine has taken the parameter over."""
+        return self.registry.handle(param) is not None
+
+    @contextmanager
+    def using(self, params: Sequence[nn.Parameter], call: str, *, writes: bool) -> Iterator[Callable[[Tensor], bool]]:
+        """See `BuiltOwner.using`. (all ranks)"""
+        versions = [param._version for param in params]
+        with torch._C.DisableTorchFunction():
+            handles = sorted((self._handle(param) for param in params), key=lambda handle: handle.order)
+            units = list({id(handle.unit): handle.unit for handle in handles}.values())
+            if not writes:
+                self.registry.acquire(units, handles)
+            elif gathered := next((handle for handle in handles if self.registry.is_acquired(handle.unit)), None):
+                raise UsageError(
+                    f"{call} of parameter {gathered.slot.fqn}",
+                    expected="parameters that GatheredParameters names, or a write outside its block",
+                    got="a write to another parameter of the same module",
+                    fix="name it too: zero.GatheredParameters(module.parameters(), modifier_rank=0)",
+                )
+            else:
+                self.unshard_for_use(params)
+        storages = {buffer.full.untyped_storage()._cdata for unit in units for buffer in unit.buffers}
+        try:
+            yield lambda tensor: tensor.untyped_storage()._cdata in storages
+        finally:
+            with torch._C.DisableTorchFunction():
+                changed = any(param._version != before for param, before in zip(params, versions, strict=True))
+                if not writes:
+                    # A lookup with max_norm changes the weight that it reads.
+                    for handle in handles if changed else ():
+                        view = handle.buffer.view(handle.index).detach()
+                        self.collectives.everyone.broadcast(view.view(-1), 0, f"{call} of {handle.slot.fqn}")
+                        store(handle)
+                    self.registry.release(units, keep_values=not changed)
+                else:
+                    for handle in handles:
+                        take_assigned(handle)
+                    for unit in units:
+                        self._reshard_one(unit)
+                    for param in params:
+                        self._watch(self._handle(param).unit)
+
+    def copy(self, param: nn.Parameter) -> nn.Parameter:
+        """See `BuiltOwner.copy`. (all ranks)"""
+        handle = self._handle(param)
+        holder = nn.Module()
+        with self.using([param], "deepcopy", writes=False), torch._C.DisableTorchFunction():
+            copied = nn.Parameter(local(param).clone(), requires_grad=param.requires_grad)
+        with torch._C.DisableTorchFunction():
+            holder._parameters[f"copy of {handle.slot.fqn}"] = copied
+            self.shard(holder)
+            self._watch(self._handle(copied).unit)
+        return copied
+
+    def _handle(self, param: nn.Parameter) -> ParamHandle:
+        handle = self.registry.handle(param)
+        assert handle is not None, "a parameter of another owner"
+        return handle
 
     def _reshard_one(self, unit: ParamUnit) -> None:
         del self._unsharded[id(unit)]
@@ -270,13 +332,10 @@ class ModuleShards:
     def _take(self, unit: ParamUnit) -> None:
         self.registry.add([unit])
         self._count += 1
-        self._refusals[id(unit)] = refuse_calls(unit, lambda: bool(_ACTIVE), self._how_to_call)
 
-    def _allow_calls(self, unit: ParamUnit) -> None:
+    def _forget(self, unit: ParamUnit) -> None:
         if unit is self._recent:
             self._drop_recent()
-        for handle in self._refusals.pop(id(unit)):
-            handle.remove()
 
     def _label(self, module: nn.Module) -> str:
         return f"{type(module).__name__} number {self._count}"
@@ -318,13 +377,32 @@ def _nbytes(units: Iterable[ParamUnit]) -> int:
 RemoteDevice = Literal["cpu", "nvme"]
 
 _ACTIVE: list[Init] = []
+_PARENTS: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[nn.Module], str]] = weakref.WeakKeyDictionary()
+
+
+def note_places(model: nn.Module) -> None:
+    """Records the names of a model's modules, for messages about their parameters."""
+    for parent in model.modules():
+        for name, module in parent.named_children():
+            _PARENTS[module] = weakref.ref(parent), name
+
+
+def _fqn_of(module: nn.Module) -> str:
+    """Returns the prefix of the module's names in the model that a `zero.Init` built, for messages."""
+    name, seen = "", {id(module)}
+    while (place := _PARENTS.get(module)) is not None and (parent := place[0]()) is not None and id(parent) not in seen:
+        name = f"{place[1]}.{name}"
+        seen.add(id(parent))
+        module = parent
+    return name
 
 
 class Init:
     """Shards each module at the end of its constructor, inside the block. (all ranks)
 
     After the block, pass the model to `initialize()`; training is bitwise identical to that of a model built without
-    the block. Until then, read and write values inside `GatheredParameters`; calling the model raises EngineStateError.
+    the block. Until then, every operation that reads or writes a parameter gathers it, so all ranks must run it; they
+    get rank 0's values of a write. `GatheredParameters` gathers once for several operations.
     Blocks may be nested: the innermost one applies. On one rank parameters are only cast. `Init` shards bitsandbytes
     codes with their scales, but no buffers, parameters on the meta device or parameters of other subclasses.
 
@@ -351,8 +429,6 @@ class Init:
         torch.bfloat16
     """
 
-    _HOW_TO_CALL = _HOW_TO_CALL
-
     def __init__(
         self,
         module: nn.Module | None = None,
@@ -374,10 +450,12 @@ class Init:
             where = destination(
                 settings, topology.device, dtype=dtype, remote_device=remote_device, nvme_path=nvme_path
             )
-            self._shards = ModuleShards(collectives or Collectives(topology), where, self._HOW_TO_CALL)
+            self._shards = ModuleShards(collectives or Collectives(topology), where)
             # An existing model is sharded module by module as well, so that memory never holds it twice.
-            for part in module.modules() if module is not None else ():
-                self._shards.shard(part)
+            if module is not None:
+                note_places(module)
+                for part in module.modules():
+                    self._shards.shard(part)
             self._shards.watch_uses()
 
     def __enter__(self) -> Init:
@@ -466,6 +544,7 @@ def _parameter_registered(module: nn.Module, name: str, param: nn.Parameter | No
 
 def _module_registered(parent: nn.Module, name: str, module: nn.Module | None) -> None:
     if module is not None:
+        _PARENTS[module] = weakref.ref(parent), name
         for active in _ACTIVE:  # an inner block, or an outer one, may have recorded the module
             active.finish(module)
 

@@ -30,7 +30,7 @@ from zeroaccel.zero.access.param_registry import ParamHandle, ParamRegistry, han
 from zeroaccel.zero.coordinator import OnDemandUnshard, ParamCoordinator
 from zeroaccel.zero.layout import FlatTensor, whole_of
 from zeroaccel.zero.param_unit import ParamUnit
-from zeroaccel.zero.tensor_subclasses import scales_of, set_local
+from zeroaccel.zero.tensor_subclasses import local, scales_of, set_local
 
 
 class _UnownedWrite(UsageError):
@@ -138,6 +138,8 @@ class GatheredParameters:
         # Errors may differ between ranks. All agree before the broadcast, so that no rank waits there for a failed one.
         error = raised if isinstance(raised, Exception) else None
         if raised is None:
+            for handle in handles if self._rank is not None else ():
+                take_assigned(handle)
             error = _replaced(handles, self._discards)
             if error is None and self._rank is None:
                 error = _written(registry, handles)
@@ -252,6 +254,18 @@ def store(handle: ParamHandle, before: Tensor | None = None) -> None:
         buffer.masters.follow_weights(part, buffer.full[part.at(0)], before)
 
 
+def take_assigned(handle: ParamHandle) -> None:
+    """Copies values that a program assigned as `.data` of an unsharded parameter, if they have its shape and dtype."""
+    data, view = local(handle.param), handle.buffer.view(handle.index)
+    if data.shape != view.shape or data.dtype is not view.dtype or data.device != view.device:
+        return
+    if data.data_ptr() != view.data_ptr() or data.stride() != view.stride():
+        with torch.no_grad():
+            # The assigned tensor may be another view of the same memory.
+            view.detach().copy_(data.detach().clone() if handle.buffer.owns(data) else data.detach())
+        set_local(handle.param, view)
+
+
 def overwrite(handle: ParamHandle, value: Tensor) -> None:
     """Writes a value to a parameter, which must be unsharded, and to its shard and its master.
 
@@ -306,10 +320,17 @@ def _replaced(handles: Sequence[ParamHandle], discards: bool) -> UsageError | No
         return None
     return (_UnownedWrite if discards else UsageError)(
         f"GatheredParameters: {', '.join(names)}",
-        expected="parameters that change in place",
-        got="new storage assigned to .data",
-        fix="copy into the parameter: param.data.copy_(values)",
+        expected="parameters that keep their shape and dtype"
+        + ("" if discards else " and, without a modifier_rank, their storage"),
+        got=f"{_described(handles)} assigned to .data",
+        fix="assign values of the parameter's shape and dtype, with a modifier_rank; change shapes and dtypes before "
+        "zero.Init builds the model, or in the module's constructor",
     )
+
+
+def _described(handles: Sequence[ParamHandle]) -> str:
+    data = next(local(handle.param) for handle in handles if handle.replaced)
+    return f"a tensor of shape {tuple(data.shape)} and {data.dtype}"
 
 
 def _refuse_split(handles: Sequence[ParamHandle]) -> None:

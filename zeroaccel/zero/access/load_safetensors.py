@@ -21,7 +21,7 @@ from zeroaccel.comm.topology import init_process_group
 from zeroaccel.config.bounds import parse_plain_json, read_at_most
 from zeroaccel.errors import UsageError, listed
 from zeroaccel.logs import logger
-from zeroaccel.zero.access.deferred_init import ModuleShards, destination, leave_meta
+from zeroaccel.zero.access.deferred_init import ModuleShards, destination, leave_meta, note_places
 from zeroaccel.zero.access.full_params import GatheredParameters
 from zeroaccel.zero.access.param_registry import ParamHandle, handle_of
 from zeroaccel.zero.access.safetensors_file import (
@@ -136,6 +136,7 @@ def load_safetensors(
                 _load_module(module, names, folder, shards)
         for (module, own), name in plan.buffers.items():
             _load_buffer(module, own, name, folder, where.device)
+    note_places(model)
     shards.watch_uses()
     return folder.read_nbytes
 
