@@ -12,6 +12,7 @@ from zeroaccel.checkpoint.manifest import Manifest
 from zeroaccel.checkpoint.save_plan import EngineState, base_name, code_names, persistent_buffers
 from zeroaccel.errors import CheckpointError, listed
 from zeroaccel.logs import logger
+from zeroaccel.zero.access.safetensors_file import are_other_codes, dtype_name
 from zeroaccel.zero.quantized_weights import PACKED
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
 
@@ -54,11 +55,12 @@ def check_model(engine_state: EngineState, manifest: Manifest, where: str, *, st
         for name, shape in buffers.items()
         if name in saved_buffers and tuple(saved_buffers[name]) != shape and PACKED not in name
     ]
+    shapes += _other_codes(engine_state, manifest, saved_names)
     # All differences in one message: a wrong model rarely differs in one name only.
     missing = [fqn for fqn, name in saved_names.items() if name is None] + sorted(set(buffers) - set(saved_buffers))
     extra = [fqn for fqn in manifest.order if fqn not in used] + sorted(set(saved_buffers) - set(buffers) - elsewhere)
     problems = [
-        *(["other shapes: " + listed(shapes, "; ")] if shapes else []),
+        *(["other shapes or dtypes: " + listed(shapes, "; ")] if shapes else []),
         *(["not in the checkpoint: " + listed(missing)] if missing else []),
         *(["not in the model: " + listed(extra)] if extra else []),
     ]
@@ -79,6 +81,26 @@ def check_model(engine_state: EngineState, manifest: Manifest, where: str, *, st
             got=f"adapters over {base or 'a base without a name'}",
             fix="load that base first, or pass load_module_strict=False to accept a different one",
         )
+
+
+def _other_codes(engine_state: EngineState, manifest: Manifest, saved_names: Mapping[str, str | None]) -> list[str]:
+    """Describes tensors in 8-bit floats on one side only: a load would cast codes without their scale."""
+    pairs = [
+        (slot.fqn, manifest.parameters[name].dtype, dtype_name(buffer.dtype))
+        for buffer in engine_state.buffers()
+        for slot in buffer.layout.slots
+        if (name := saved_names[slot.fqn]) is not None
+    ]
+    pairs += [
+        (name, manifest.tensors[f"buffer/{name}"].dtype, dtype_name(buffer.dtype))
+        for name, buffer in persistent_buffers(engine_state.model)
+        if name in manifest.buffers
+    ]
+    return [
+        f"{name}: {saved} in the checkpoint, {own} in the model"
+        for name, saved, own in pairs
+        if are_other_codes(saved, own)
+    ]
 
 
 def check_optimizer(optimizer: ShardedOptimizer, manifest: Manifest, where: str) -> None:

@@ -20,6 +20,7 @@ from zeroaccel.checkpoint.atomic_write import remove_abandoned, write_durably
 from zeroaccel.checkpoint.formats.deepspeed_checkpoint import open_source
 from zeroaccel.config.bounds import read_at_most
 from zeroaccel.errors import CheckpointError, UsageError
+from zeroaccel.zero.access.safetensors_file import are_other_codes, dtype_name
 from zeroaccel.zero.quantized_weights import LAYOUT, PACKED, load_state, state_tensors
 from zeroaccel.zero.tensor_subclasses import is_wrapper
 
@@ -125,6 +126,12 @@ def _check_fit(model: nn.Module, source: zero_to_fp32.Source, *, strict: bool) -
         f"{name} is {list(saved[name])} in the checkpoint and {list(own[name].shape)} in the model"
         for name in sorted(saved.keys() & own.keys())
         if saved[name] != tuple(own[name].shape) and PACKED not in name
+    ]
+    dtypes = {weight.name: weight.dtype for weight in source.weights}
+    differences += [
+        f"{name} is {dtypes[name]} in the checkpoint and {dtype_name(own[name].dtype)} in the model"
+        for name in sorted(dtypes.keys() & own.keys())
+        if are_other_codes(dtypes[name], dtype_name(own[name].dtype))
     ]
     if strict:
         filled = {id(own[name]) for name in saved.keys() & own.keys()}  # one name of a tied parameter is enough

@@ -28,7 +28,7 @@ from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
 from zeroaccel.zero.quantized_weights import state_tensors
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
 from zeroaccel.zero.storage.shards import Elements
-from zeroaccel.zero.tensor_subclasses import named_tensors, scales_of
+from zeroaccel.zero.tensor_subclasses import is_scale_beside_codes, is_small_float, named_tensors, scales_of
 
 _SAMPLED_NUMEL = 64
 _HOLD_ADAPTERS = ("modules_to_save", "prompt_encoder")
@@ -281,8 +281,15 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def code_names(model: nn.Module) -> tuple[str, ...]:
-    """Returns the names of quantized weights' codes and state, which must not be rounded."""
+    """Returns the names of quantized weights' codes, scales and state, which must not be rounded."""
     codes = [name for name, param in named_tensors(model) if scales_of(param) is not None]
+    for prefix, module in model.named_modules():
+        own = (
+            name
+            for name, buffer in module._buffers.items()
+            if buffer is not None and (is_small_float(buffer) or is_scale_beside_codes(module, name))
+        )
+        codes += [f"{prefix}.{name}" if prefix else name for name in own]
     return (*codes, *(name for name, _ in state_tensors(model)))
 
 

@@ -62,7 +62,8 @@ LARGEST = (1 << 63) - 1
 BLOCK_NBYTES = 1 << 16  # bytes that one checksum covers
 CHUNK_NBYTES = 64 * BLOCK_NBYTES  # size of the pieces that each reader reads, converts and writes
 ITEMSIZE = {
-    **{"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2},
+    **{"F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1},
+    **{"BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2},
     **{"I32": 4, "U32": 4, "F32": 4, "C64": 8, "F64": 8, "I64": 8, "U64": 8},
 }
 FLOATS = {"BF16": "<u2", "F16": "<f2", "F32": "<f4", "F64": "<f8"}  # dtypes to convert; 8-bit floats stay unchanged
@@ -70,6 +71,7 @@ DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 TORCH_NAMES = {
     **{"BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "U16": "uint16", "I32": "int32", "U32": "uint32"},
     **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F16": "float16", "BF16": "bfloat16", "F32": "float32"},
+    **{"F8_E8M0": "float8_e8m0fnu", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz"},
     **{"C64": "complex64", "F64": "float64", "I64": "int64", "U64": "uint64"},
 }
 STEMS = {"safetensors": "model", "bin": "pytorch_model"}

@@ -307,6 +307,11 @@ def gather_at_first(obj: object, control: dist.ProcessGroup) -> list[Any]:
     return gather_pickles(obj, gather)
 
 
+def _bits(tensor: Tensor) -> Tensor:
+    """Returns 8-bit floats as bytes, in the same memory: backends move only some of their dtypes."""
+    return tensor.view(torch.uint8) if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
+
+
 class NativeTransport(Transport):
     """The backend's own collectives, for NCCL and similar backends, which match calls by order alone and ignore tags.
 
@@ -320,6 +325,7 @@ class NativeTransport(Transport):
 
     def all_gather(self, out: Tensor, shard: Tensor, split_sizes: Sequence[int], tag: int) -> Sequence[PendingTransfer]:
         self._count(tag, [shard.nbytes] * self.world_size)
+        out, shard = _bits(out), _bits(shard)
         if not split_sizes:
             return (_all_gather(out, shard, group=self._group, async_op=True),)
         # all_gather_into_tensor takes equal parts only. In an owner layout few ranks have a part at all, so a broadcast
@@ -370,11 +376,11 @@ class NativeTransport(Transport):
         source = dist.get_global_rank(self._group, src)
         if self.rank == src:
             self._count(tag, [tensor.nbytes] * self.world_size)
-        return (dist.broadcast(tensor, source, group=self._group, async_op=True),)
+        return (dist.broadcast(_bits(tensor), source, group=self._group, async_op=True),)
 
     def all_to_all(self, out: Tensor, parts: Tensor, tag: int) -> Sequence[PendingTransfer]:
         self._count(tag, [parts[0].nbytes] * self.world_size)
-        return (_all_to_all(out, parts, group=self._group, async_op=True),)
+        return (_all_to_all(_bits(out), _bits(parts), group=self._group, async_op=True),)
 
     def exchange_rows(
         self, out: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], tag: int
@@ -382,7 +388,7 @@ class NativeTransport(Transport):
         """Runs the backend's all-to-all with parts of different sizes."""
         nbytes = rows[0].nbytes if len(rows) else 0
         self._count(tag, [count * nbytes for count in sent])
-        return (_all_to_all(out, rows, list(received), list(sent), group=self._group, async_op=True),)
+        return (_all_to_all(_bits(out), _bits(rows), list(received), list(sent), group=self._group, async_op=True),)
 
     def average(self, tensor: Tensor, tag: int) -> Sequence[PendingTransfer]:
         """tensor = the mean over the ranks, in the backend's order. Counted as a reduce-scatter and an all-gather."""

@@ -296,7 +296,7 @@ class _FloatsOf(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in _FACTORIES and result.is_floating_point():
+        if func in _FACTORIES and result.is_floating_point() and result.itemsize > 1:  # 8 bits are codes
             return result.to(self._dtype)
         return result
 

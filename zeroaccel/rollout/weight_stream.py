@@ -17,13 +17,13 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from zeroaccel.checkpoint.save_plan import EngineState, persistent_buffers
+from zeroaccel.checkpoint.save_plan import EngineState, code_names, persistent_buffers
 from zeroaccel.comm.agree import agree_or_raise, agreed
 from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.rollout.receiver import ALIGN_NBYTES, Packet, encode_high_bytes, encode_positions
@@ -49,6 +49,7 @@ class _StreamRequest:
         merges: True to merge adapters into their base weights.
         as_saved: True to send tensors in the layout of `save_pretrained`.
         rank: the only rank whose packets have payloads; None for all ranks.
+        codes: names of quantized weights' codes and scales, which keep their dtypes.
     """
 
     dtype: torch.dtype | None
@@ -58,6 +59,7 @@ class _StreamRequest:
     as_saved: bool
     rank: int | None
     bucket_nbytes: int
+    codes: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -191,7 +193,9 @@ class WeightSender:
                 f"{where}(merge_adapters)", expected="layers that each rank holds whole", got="layers split by tp or ep"
             )
         is_whole = names is None and dtype is None and not merges
-        return _StreamRequest(dtype, wants, is_whole, merges, as_saved, only_rank, bucket_bytes)
+        request = _StreamRequest(dtype, wants, is_whole, merges, as_saved, only_rank, bucket_bytes)
+        codes = (self._sent_name(name, request) for name in code_names(self._engine.module))
+        return replace(request, codes=frozenset(name for name in codes if name is not None))
 
     def _weights(self, request: _StreamRequest) -> Iterator[Packet]:
         engine, state = self._engine, self._state()
@@ -240,7 +244,7 @@ class WeightSender:
             self._may_be_base &= saved.keys() == values.keys()
             values = saved
         for name, value in values.items():
-            casts = request.dtype is not None and value.is_floating_point()
+            casts = value.is_floating_point() and name not in request.codes
             yield from bucket.add(name, value, request.dtype if casts and request.dtype is not None else value.dtype)
 
     def _wanted(self, unit: ParamUnit, request: _StreamRequest) -> list[ParamHandle]:

@@ -62,6 +62,7 @@ class FlatBuffer:
             its storage and `reshard` frees it.
         shard: (S,) this rank's part, in any storage.
         masters: the fp32 weights that the optimizer updates, with its states; for frozen parameters a way to the shard.
+        is_code: True if its values are codes, which no gather rounds and nothing casts.
         persistent: True if it is unsharded on every rank all the time.
         watches_uses: True if reads of and writes to sharded parameters are errors; see [Note: sharded parameters].
             False while models are built, because constructors may use parameters again.
@@ -77,7 +78,7 @@ class FlatBuffer:
         self.key, self.rank, self.dtype = plan.key, plan.rank, plan.dtype
         self.layout = layout = plan.layout
         self.params = plan.params
-        self._is_code = any(scales_of(param) is not None for param in self.params)  # rounding would destroy them
+        self.is_code = any(scales_of(param) is not None for param in self.params)  # rounding would destroy them
         self.trainable, self.persistent = plan.trainable, plan.persistent
         self.full = torch.empty(layout.numel, dtype=self.dtype, device=device)
         self.watches_uses = watches_uses
@@ -179,7 +180,7 @@ class FlatBuffer:
         collectives = self.holders(collectives)
         if self.shard.secondary.is_valid and not exact:
             return self.shard.gather_secondary(self.full, collectives, label)
-        return self.shard.all_gather(self.full, collectives, label, exact=exact or self._is_code)
+        return self.shard.all_gather(self.full, collectives, label, exact=exact or self.is_code)
 
     def missing(self, wanted: Iterable[int]) -> list[FlatRange]:
         """Returns the ranges of slots whose values are not in `full`; joins adjacent ones, including their padding."""

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import ConfigError, EngineStateError
 from zeroaccel.logs import logger
+from zeroaccel.zero.tensor_subclasses import is_scale_beside_codes, is_small_float, scales_of
 
 
 class LossScale:
@@ -201,7 +202,7 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """Casts the floating-point tensors in nested tuples, lists and dicts; leaves every other object unchanged."""
 
     def cast(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.dtype in _FLOATS else leaf
 
     return tree_map(cast, value, is_leaf=lambda node: type(node) not in (tuple, list, dict))
 
@@ -235,11 +236,13 @@ class BufferDtypes:
                 if buffer is None or not buffer.is_floating_point():
                     continue
                 fqn = f"{prefix}.{name}" if prefix else name
-                if fqn in self.fp32_names:
+                if is_small_float(buffer) or is_scale_beside_codes(module, name):
+                    dtypes[fqn] = buffer.dtype
+                elif fqn in self.fp32_names:
                     dtypes[fqn] = torch.float32
                 elif self.forced is not None:
                     dtypes[fqn] = self.forced
-                elif buffer.dtype not in _FLOATS or _holds_angles(module, name):
+                elif _holds_angles(module, name):
                     dtypes[fqn] = buffer.dtype
                 else:
                     around = next((at for at in _outwards(prefix) if at in follows), None)
@@ -250,7 +253,7 @@ class BufferDtypes:
         """Returns prefix -> True if all floating-point parameters of a module are cast: its own, or those below it."""
         own: dict[str, bool] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
-            if param.is_floating_point() and name not in self.fp32_names:
+            if param.is_floating_point() and name not in self.fp32_names and scales_of(param) is None:
                 prefix = name.rpartition(".")[0]
                 own[prefix] = own.get(prefix, True) and dtype_before(param) is not self.precision
         follows = dict(own)

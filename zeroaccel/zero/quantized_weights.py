@@ -14,7 +14,8 @@ A frozen wrapper, as in torchao and quanto, has codes and scales in other tensor
 names. They become parameters that the wrapper refers to, and units contain them in its place: a gather fills them, and
 the wrapper itself does not change. HQQ's layers have scales and zeros in a dictionary. GPTQ's and AWQ's have everything
 in buffers, which become parameters. Parameters of other classes are sharded as they are; their attributes belong to the
-program.
+program. Frozen parameters in 8-bit floats of any class are codes too, with the scales that their module has beside
+them: a cast without the scale would change the weight.
 """
 
 from __future__ import annotations
@@ -31,8 +32,11 @@ from zeroaccel.errors import UsageError
 from zeroaccel.zero.tensor_subclasses import (
     follow,
     inner_tensors,
+    is_small_float,
     is_wrapper,
     mark_codes,
+    mark_small_floats,
+    refuse_half_bytes,
     rewrapped,
     scales_of,
     unmark_codes,
@@ -113,6 +117,9 @@ def check_quantized(model: nn.Module, device: torch.device) -> None:
                 got="codes of compressed_tensors, which the first forward replaces with whole weights on every rank",
                 fix='load the model unquantized with "zero_optimization": {"frozen_weights": "nf4"} (or "int8")',
             )
+    for fqn, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_small_float(tensor):
+            _check_small_float(fqn, tensor)
     for fqn, _, param, kind in _quantized(model):
         if param.requires_grad:
             raise UsageError(
@@ -137,6 +144,18 @@ def check_quantized(model: nn.Module, device: torch.device) -> None:
                 got=f"codes that {_LIBRARY} packed for its CPU kernel in an evaluation, with scales in bf16",
                 fix="call initialize() or prepare() before the first forward, or load the model again",
             )
+
+
+def _check_small_float(fqn: str, tensor: Tensor) -> None:
+    kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+    if tensor.requires_grad:
+        raise UsageError(
+            f"{kind} {fqn}",
+            expected="a frozen weight, because codes of 8 bits cannot be trained",
+            got=f"{tensor.dtype} with requires_grad=True",
+            fix="call requires_grad_(False) and train adapters (peft.get_peft_model), or load it in 16 bits or more",
+        )
+    refuse_half_bytes(f"{kind} {fqn}", tensor)
 
 
 def _check_wrapper(fqn: str, param: nn.Parameter, device: torch.device) -> None:
@@ -168,6 +187,7 @@ def attach_codes(model: nn.Module, *, recurse: bool = True) -> None:
     """
     for module in model.modules() if recurse else (model,):
         _adopt_buffers(module)
+        mark_small_floats(module)
     for _, module, param, kind in _quantized(model, recurse=recurse):
         if scales_of(param) is not None or not _has_codes(param, kind):
             continue
@@ -211,6 +231,8 @@ def release_codes(model: nn.Module) -> None:
         for name, owner, attribute in _tensors(module, param, kind) if scales_of(param) else ():
             if name in (scales_of(param) or {}):
                 _set(owner, attribute, _get(owner, attribute).data)
+        unmark_codes(param)
+    for param in model.parameters():  # those of `mark_small_floats`
         unmark_codes(param)
 
 

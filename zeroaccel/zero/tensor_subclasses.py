@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -114,6 +115,47 @@ def scales_of(param: Tensor) -> Mapping[str, nn.Parameter] | None:
     """Returns name -> scales that are sharded with a parameter's codes; None if the parameter is not a code."""
     scales: Mapping[str, nn.Parameter] | None = vars(param).get(_SCALES)
     return scales
+
+
+def is_small_float(tensor: Tensor) -> bool:
+    """Returns True for floats of 8 bits and less: codes, whose values mean nothing without a scale beside them."""
+    return tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1
+
+
+_HALF_BYTES = getattr(torch, "float4_e2m1fn_x2", None)  # torch 2.6 lacks it
+
+
+def refuse_half_bytes(where: str, tensor: Tensor) -> None:
+    """Raises UsageError for a tensor with two elements per byte, which torch can neither fill nor convert."""
+    if tensor.dtype is _HALF_BYTES:
+        raise UsageError(
+            where,
+            expected="a dtype of at least 8 bits per element",
+            got=str(tensor.dtype),
+            fix="keep its bytes, as in tensor.view(torch.uint8), and view them as that dtype in the module's forward",
+        )
+
+
+_SCALE_NAMES = re.compile(r"scale|zero|a(bs)?max", re.IGNORECASE)
+
+
+def is_scale_beside_codes(module: nn.Module, name: str) -> bool:
+    """Returns True if a module's own tensor is a scale of its codes in 8-bit floats: rounding it changes the weight."""
+    if not _SCALE_NAMES.search(name):
+        return False
+    return any(
+        each is not None and is_small_float(each) for each in (*module._parameters.values(), *module._buffers.values())
+    )
+
+
+def mark_small_floats(module: nn.Module) -> None:
+    """Marks a module's own parameters in 8-bit floats, and frozen scales beside them, as codes; meta ones too."""
+    for name, param in module._parameters.items():
+        if param is None or scales_of(param) is not None or not param.dtype.is_floating_point:
+            continue
+        refuse_half_bytes(f"parameter {name} of {type(module).__name__}", param)
+        if is_small_float(param) or (not param.requires_grad and is_scale_beside_codes(module, name)):
+            mark_codes(param, {})
 
 
 def follow(param: nn.Parameter, owner: object, name: str) -> None:

@@ -43,7 +43,15 @@ from zeroaccel.zero.precision import dtype_before, note_cast
 from zeroaccel.zero.quantized_weights import attach_codes
 from zeroaccel.zero.storage.placement import BufferPlan
 from zeroaccel.zero.storage.shards import MemoryShard
-from zeroaccel.zero.tensor_subclasses import METADATA, carriers, function_name, local, scales_of, tensors_of
+from zeroaccel.zero.tensor_subclasses import (
+    METADATA,
+    carriers,
+    function_name,
+    local,
+    mark_small_floats,
+    scales_of,
+    tensors_of,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -346,7 +354,9 @@ class ModuleShards:
 
 def _to_shard(module: nn.Module, *, meta: bool = False) -> list[tuple[str, nn.Parameter]]:
     """Returns the module's own unsharded parameters of type `nn.Parameter` or with codes, each once."""
-    if not meta:
+    if meta:
+        mark_small_floats(module)
+    else:
         attach_codes(module, recurse=False)
     named: dict[int, tuple[str, nn.Parameter]] = {}
     for name, param in module._parameters.items():

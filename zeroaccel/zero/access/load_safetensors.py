@@ -31,6 +31,7 @@ from zeroaccel.zero.access.safetensors_file import (
     pread_into,
     tensor_locations,
 )
+from zeroaccel.zero.tensor_subclasses import mark_small_floats, scales_of
 
 _CHUNK_NBYTES = 8 << 20
 
@@ -179,7 +180,7 @@ def _match(model: nn.Module, there: Mapping[str, TensorLocation], rename: Callab
             if stored is None:
                 plan.missing.append(aliases[0])
                 _note_missing(plan, module)
-            elif _fits(plan, stored, tuple(param.shape), there[stored]):
+            elif _fits(plan, stored, param, there[stored]):
                 plan.parameters.setdefault(module, {})[own] = stored
         for own, buffer in module._buffers.items():
             if buffer is not None:
@@ -199,13 +200,19 @@ def _match_buffer(
     elif name not in there:
         plan.missing.append(name)
         _note_missing(plan, module)
-    elif _fits(plan, name, tuple(buffer.shape), there[name]):
+    elif _fits(plan, name, buffer, there[name]):
         plan.buffers[module, own] = name
 
 
-def _fits(plan: _Plan, name: str, shape: tuple[int, ...], stored: TensorLocation) -> bool:
+def _fits(plan: _Plan, name: str, tensor: Tensor, stored: TensorLocation) -> bool:
+    shape, dtype = tuple(tensor.shape), dtype_of(stored.dtype)
     if stored.shape != shape:
         plan.misshapen.append(f"{name}: {stored.shape} in the file, {shape} in the model")
+    elif dtype is not tensor.dtype and tensor.is_floating_point() and 1 in (dtype.itemsize, tensor.dtype.itemsize):
+        plan.misshapen.append(
+            f"{name}: {dtype} in the file, {tensor.dtype} in the model, and codes have no other dtype"
+        )
+        return False
     return stored.shape == shape
 
 
@@ -215,7 +222,7 @@ def _note_missing(plan: _Plan, module: nn.Module) -> None:
 
 
 def _check(plan: _Plan, where: str, *, strict: bool, initialized: bool) -> None:
-    problems = ["other shapes: " + listed(plan.misshapen, "; ")] if plan.misshapen else []
+    problems = ["other shapes or dtypes: " + listed(plan.misshapen, "; ")] if plan.misshapen else []
     absent = [] if initialized else plan.missing
     if absent:
         problems.append("neither in the files nor initialized: " + listed(absent))
@@ -273,9 +280,11 @@ def _make_real(
     module: nn.Module, device: torch.device, names: Mapping[str, str] | None = None, dtype: torch.dtype | None = None
 ) -> None:
     """Allocates memory for the module's own meta parameters and buffers; the values are uninitialized."""
+    mark_small_floats(module)
     for own, param in module._parameters.items():
         if param is not None and param.is_meta and (names is None or own in names):
-            kind = dtype if dtype is not None and param.is_floating_point() else param.dtype
+            casts = dtype is not None and param.is_floating_point() and scales_of(param) is None
+            kind = dtype if casts else param.dtype
             leave_meta(param, torch.empty(param.shape, dtype=kind, device=device))
     if names is None:
         for own, buffer in module._buffers.items():

@@ -1,9 +1,10 @@
 """Masters, gradients and optimizer states of single parameters, at every stage.
 
 The "full" calls are collective; their tensors have the parameter's shape and are equal on all ranks. The "local" calls
-use this rank's elements, (n,), in row-major order. All tensors are fp32, whatever the stored dtype. If no engine has
-the parameter, getters return None and setters raise. (Interface: DeepSpeed's `deepspeed.utils.safe_*`, with three
-differences: gradients exclude the loss scale; setters update the 16-bit copies too; local calls exist at every stage.)
+use this rank's elements, (n,), in row-major order. All tensors are fp32, whatever the stored dtype, except the codes of
+quantized weights, which keep dtype and bits. If no engine has the parameter, getters return None and setters raise.
+(Interface: DeepSpeed's `deepspeed.utils.safe_*`, with three differences: gradients exclude the loss scale; setters
+update the 16-bit copies too; local calls exist at every stage.)
 
 This module reads and writes masters and states through `MasterStorage`, and gradients in the reducer's buffers, all by
 ranges of the flat buffer; so it is independent of where the values are stored.
@@ -279,12 +280,12 @@ def _get(param: nn.Parameter, locate: Callable[[ParamHandle], _Values | None], w
 
 
 def _local(handle: ParamHandle, values: _Values) -> Tensor:
-    """Returns a copy of this rank's elements, (n,) fp32."""
+    """Returns a copy of this rank's elements, (n,)."""
     return _copied(handle, values, _own(handle))
 
 
 def _full(handle: ParamHandle, values: _Values, what: str) -> Tensor:
-    """Returns a copy of the whole parameter in its shape, fp32, equal on all ranks."""
+    """Returns a copy of the whole parameter in its shape, equal on all ranks."""
     if values.is_replicated:
         full = _copied(handle, values, handle.slot.range)
     else:
@@ -292,17 +293,21 @@ def _full(handle: ParamHandle, values: _Values, what: str) -> Tensor:
     return whole_of(handle.slot, full.view(handle.slot.shape), handle.registry.collectives)
 
 
+def _dtype(handle: ParamHandle) -> torch.dtype:
+    return handle.buffer.dtype if handle.buffer.is_code else torch.float32
+
+
 def _copied(handle: ParamHandle, values: _Values, part: FlatRange) -> Tensor:
-    out = torch.empty(part.numel, dtype=torch.float32, device=handle.buffer.full.device)
+    out = torch.empty(part.numel, dtype=_dtype(handle), device=handle.buffer.full.device)
     if part:
         out.copy_(values.read(part))
     return out.mul_(values.factor) if values.factor != 1.0 else out
 
 
 def _assembled(handle: ParamHandle, own: Tensor, label: str) -> Tensor:
-    """Returns (numel,) fp32, all-gathered from each rank's elements without padding."""
+    """Returns (numel,), all-gathered from each rank's elements without padding."""
     numels = [handle.reach(rank).numel for rank in range(handle.buffer.layout.world_size)]
-    out = torch.empty(handle.slot.numel, dtype=torch.float32, device=own.device)
+    out = torch.empty(handle.slot.numel, dtype=own.dtype, device=own.device)
     handle.buffer.holders(handle.registry.collectives).all_gather(out, own, label, numels).wait()
     return out
 
@@ -323,6 +328,13 @@ def _required(param: nn.Parameter, call: str) -> ParamHandle:
     handle = handle_of(param)
     if handle is None:
         raise UsageError(f"{call}(param)", expected="a parameter of an engine", got=f"shape {tuple(param.shape)}")
+    if handle.buffer.is_code:
+        raise UsageError(
+            f"{call}({handle.slot.fqn})",
+            expected="a parameter of numbers, since the call casts its value",
+            got=f"codes in {handle.buffer.dtype}",
+            fix="copy codes of that dtype into it within zero.GatheredParameters(param, modifier_rank=0)",
+        )
     return handle
 
 

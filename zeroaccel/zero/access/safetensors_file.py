@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 TORCH_NAMES: Mapping[str, str] = {
     **{"BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"},
+    **{"F8_E8M0": "float8_e8m0fnu", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz"},
     **{"I16": "int16", "U16": "uint16", "F16": "float16", "BF16": "bfloat16"},
     **{"I32": "int32", "U32": "uint32", "F32": "float32"},
     **{"C64": "complex64", "F64": "float64", "I64": "int64", "U64": "uint64"},
@@ -37,7 +38,7 @@ TORCH_NAMES: Mapping[str, str] = {
 """safetensors' name of a dtype -> torch's name."""
 
 ITEMSIZE: Mapping[str, int] = {
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
     **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
     **dict.fromkeys(("I32", "U32", "F32"), 4),
     **dict.fromkeys(("C64", "F64", "I64", "U64"), 8),
@@ -52,7 +53,8 @@ MOST_HEADER_NBYTES = 100_000_000
 def _dtypes() -> Mapping[str, torch.dtype]:
     import torch  # here, because readers of headers and manifests do not need torch
 
-    return {name: getattr(torch, torch_name) for name, torch_name in TORCH_NAMES.items()}
+    # torch 2.6 lacks float8_e8m0fnu.
+    return {name: getattr(torch, of_torch) for name, of_torch in TORCH_NAMES.items() if hasattr(torch, of_torch)}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -63,10 +65,15 @@ def dtype_name(dtype: torch.dtype) -> str:
     raise CheckpointError(f"dtype {dtype}", expected=f"one of {', '.join(TORCH_NAMES)}")
 
 
+def are_other_codes(saved: str, own: str) -> bool:
+    """Returns True if one of two dtypes is an 8-bit float and the other is not: a cast would need the codes' scale."""
+    return saved != own and "F8" in (saved[:2], own[:2])
+
+
 def dtype_of(name: str) -> torch.dtype:
     """Returns the torch dtype of a safetensors name; raises CheckpointError for an unknown name."""
-    if name not in TORCH_NAMES:
-        raise CheckpointError(f"dtype {name!r}", expected=f"one of {', '.join(TORCH_NAMES)}")
+    if name not in _dtypes():
+        raise CheckpointError(f"dtype {name!r}", expected=f"one of {', '.join(_dtypes())}")
     return _dtypes()[name]
 
 
