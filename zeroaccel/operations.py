@@ -17,8 +17,9 @@ from torch import Tensor
 
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import Topology, init_process_group
+from zeroaccel.data.metric_samples import RealSamples, real_objects, real_rows
 from zeroaccel.errors import UsageError
-from zeroaccel.nested import leaves_of, map_tensors, tensors_of
+from zeroaccel.nested import leaves_of, map_tensors
 
 __all__ = [
     "broadcast",
@@ -156,30 +157,63 @@ def gather_object(data: Any) -> list[Any]:
         >>> gather_object(["a text of this rank"])
         ['a text of this rank']
     """
-    objects = collectives_of_process().gather_objects(data, "gather_object")
+    return _joined(collectives_of_process().gather_objects(data, "gather_object"))
+
+
+def _joined(objects: list[Any]) -> list[Any]:
     if all(isinstance(item, list) for item in objects):
         return [item for items in objects for item in items]
     return objects
 
 
-def gather_for_metrics(data: Any, num_samples: int, *, use_gather_object: bool = False) -> Any:
-    """Gathers like `gather`, and keeps the first `num_samples` rows. (all ranks)
+def gather_for_metrics(data: Any, samples: RealSamples | None = None, *, use_gather_object: bool = False) -> Any:
+    """Gathers like `gather` and drops the rows and items of repeated samples. (all ranks)
 
-    Data with leaves other than tensors is gathered as objects.
+    Data with leaves other than tensors on any rank is gathered as objects.
 
     Args:
-        num_samples: number of samples in the global batch without repetitions; negative to keep all.
+        samples: samples of this rank's batch that are not repeated; None if no rank's are.
         use_gather_object: gather tensors as objects too, so that their shapes may differ.
+
+    Raises:
+        UsageError: a leaf has neither a row per sample nor one row, or shapes differ; raised on every rank.
     """
+    call = "gather_for_metrics"
     as_objects = use_gather_object or not all(isinstance(leaf, Tensor) for _, leaf in leaves_of(data))
-    gathered = gather_object(data) if as_objects else gather(data)
-    if num_samples < 0:
-        return gathered
-    if as_objects:
-        return gathered[:num_samples]
-    dims = iter([tensor.dim() for tensor in tensors_of(data)])
-    # 0-dim tensors, such as a loss, have no rows of samples.
-    return map_tensors(lambda tensor: tensor[:num_samples] if next(dims) > 0 else tensor, gathered)
+    objects: list[Any] = []  # none or one
+    shapes: list[str] = []
+    counts: list[int] = []
+    error: UsageError | None = None
+    try:
+        if as_objects:
+            objects = real_objects(data, samples)
+        else:
+            shapes, counts = _shapes(data, call), list(real_rows(data, samples))
+    except UsageError as raised:
+        error = raised
+    ranks = collectives_of_process().gather_objects((str(error or ""), as_objects, objects, shapes, counts), call)
+    if error is not None:
+        raise error
+    for text, *_ in ranks:
+        if text:
+            raise UsageError(text)
+    if any(objects_there for _, objects_there, *_ in ranks):
+        found = [rank[2] for rank in ranks]
+        if not all(objects_there for _, objects_there, *_ in ranks):  # for example an empty list on one rank
+            found = collectives_of_process().gather_objects(
+                objects if as_objects else real_objects(data, samples), call
+            )
+        return _joined([item for items in found for item in items])
+    fix = "pad with pad_across_processes, or set use_gather_object=True, which accepts any shapes"
+    _require_same([rank[3] for rank in ranks], call, fix)
+    counts_by_leaf = zip(*(rank[4] for rank in ranks), strict=True)
+
+    def of_all(tensor: Tensor) -> Tensor:
+        rows = _rows(tensor, call)
+        parts = rows[:, None] if tensor.dim() == 0 else rows
+        return torch.cat([part[:count] for part, count in zip(parts, next(counts_by_leaf), strict=True)])
+
+    return map_tensors(of_all, data)
 
 
 def pad_across_processes(data: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
@@ -243,7 +277,7 @@ def _require_alike(data: Any, call: str, fix: str = "") -> None:
     shapes: list[str] = []
     error: UsageError | None = None
     try:
-        shapes = [f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in _require_tensors(data, call)]
+        shapes = _shapes(data, call)
     except UsageError as raised:
         error = raised
     shapes_by_rank = collectives_of_process().gather_objects(str(error) if error else shapes, f"{call}: shapes")
@@ -252,6 +286,14 @@ def _require_alike(data: Any, call: str, fix: str = "") -> None:
     errors = [text for text in shapes_by_rank if isinstance(text, str)]
     if errors:
         raise UsageError(errors[0])
+    _require_same(shapes_by_rank, call, fix)
+
+
+def _shapes(data: Any, call: str) -> list[str]:
+    return [f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in _require_tensors(data, call)]
+
+
+def _require_same(shapes_by_rank: Sequence[Any], call: str, fix: str) -> None:
     alike = all(row == shapes_by_rank[0] for row in shapes_by_rank)
     _require(alike, call, shapes_by_rank, "shapes and dtypes", fix)
 

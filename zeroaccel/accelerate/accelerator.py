@@ -546,11 +546,18 @@ class Accelerator(ControlFlow, TrainingLoop, ModelSaving):
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gathers like `gather` and drops the samples that were repeated to fill the last batches. (all ranks)
 
-        Call it in a loop over a prepared loader. Data with values other than tensors is gathered as objects.
+        Call it in a loop over a prepared loader. Data with values other than tensors is gathered as objects: the
+        result is one list of all samples if each process passes a list, else a list of the processes' data.
 
         Args:
-            input_data: tensors of shape (batch, ...) in any nested container, or a list of objects, one per sample.
+            input_data: tensors or arrays with a row per sample, or lists with an item per sample, in nested dicts,
+                tuples and dataclasses. A number, a 0-dim tensor or one row is a value of the process; the values of
+                processes that have only repeated samples are dropped.
             use_gather_object: gather tensors as objects too; they may then differ in shape.
+
+        Raises:
+            UsageError: the loader repeated samples, and a value has neither a row per sample nor one row, or may
+                mean both. Every rank raises it.
 
         Example:
             >>> import torch
@@ -567,9 +574,8 @@ class Accelerator(ControlFlow, TrainingLoop, ModelSaving):
                 got=f"a mesh of {self._mesh}",
                 fix="call gather(), and count samples that several processes share only once",
             )
-        last = self.gradient_state.end_of_dataloader
-        num_samples = self.gradient_state.remainder if last else -1
-        return operations.gather_for_metrics(input_data, num_samples, use_gather_object=use_gather_object)
+        samples = self.gradient_state.real_samples
+        return operations.gather_for_metrics(input_data, samples, use_gather_object=use_gather_object)
 
     def reduce(self, tensor: Any, reduction: Literal["mean", "sum", "none"] = "sum", scale: float = 1.0) -> Any:
         """Reduces every tensor to its sum or mean over the ranks. (all ranks)

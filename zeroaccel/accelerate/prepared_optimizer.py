@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from torch.optim import Optimizer
 
+from zeroaccel.data.metric_samples import RealSamples
 from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.seeds import synchronize_rng_states
 from zeroaccel.zero.engine_base import EngineBase
@@ -86,6 +87,11 @@ class GradientState:
     def remainder(self) -> int:
         """Samples of the last global batch that are not repetitions; -1 without repetitions or without a loader."""
         return int(getattr(self.active_dataloader, "remainder", -1))
+
+    @property
+    def real_samples(self) -> RealSamples | None:
+        """Samples of this process's batch that are not repetitions; None without repetitions or without a loader."""
+        return getattr(self.active_dataloader, "real_samples", None)
 
     def add_dataloader(self, loader: Any) -> None:
         """Adds a loader with `end_of_dataloader` and `remainder`; the loader calls it when its iteration starts."""

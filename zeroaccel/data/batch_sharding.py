@@ -48,19 +48,19 @@ class RankBatch(Generic[T]):
 
     Attributes:
         samples: samples of the batch.
-        num_real: number of samples of the round, over all ranks, that are not repeated; None if no sample is.
+        real: for each rank, the number of samples of its batch that are not repeated; None if no sample is.
         last: True if it is this rank's last batch.
     """
 
     samples: list[T]
-    num_real: int | None
+    real: tuple[int, ...] | None
     last: bool
 
 
 @dataclass(frozen=True)
 class _Round(Generic[T]):
     parts: list[list[T]]
-    num_real: int | None
+    real: tuple[int, ...] | None
 
 
 def shard_batches(batches: Iterable[Sequence[T]], rules: ShardingRules) -> Iterator[list[RankBatch[T]]]:
@@ -113,7 +113,7 @@ def _with_last(rounds: Iterator[_Round[T]]) -> Iterator[list[RankBatch[T]]]:
     while (current := following) is not None:
         following = next(rounds, None)
         num_ranks = 0 if following is None else len(following.parts)
-        yield [RankBatch(part, current.num_real, last=rank >= num_ranks) for rank, part in enumerate(current.parts)]
+        yield [RankBatch(part, current.real, last=rank >= num_ranks) for rank, part in enumerate(current.parts)]
 
 
 def _rounds(batches: Iterable[Sequence[T]], rules: ShardingRules) -> Iterator[_Round[T]]:
@@ -133,8 +133,11 @@ def _rounds(batches: Iterable[Sequence[T]], rules: ShardingRules) -> Iterator[_R
             # have fewer samples than are missing.
             items += islice(cycle(first), full - num_real)
         parts = items if part is None else [items[start : start + part] for start in range(0, len(items), part)]
-        num_samples = num_real if part is not None else sum(map(len, items[:num_real]))
-        yield _Round(parts, num_samples if num_real < len(items) else None)
+        if part is None:
+            real = tuple(len(batch) if index < num_real else 0 for index, batch in enumerate(items))
+        else:
+            real = tuple(min(part, max(0, num_real - start)) for start in range(0, len(items), part))
+        yield _Round(parts, real if num_real < len(items) else None)
 
 
 def _groups(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:

@@ -155,7 +155,7 @@ class LoadedBatch(NamedTuple):
     """A collated batch of one rank, with the fields of its `RankBatch`."""
 
     batch: Any
-    num_real: int | None
+    real: tuple[int, ...] | None
     last: bool
 
 
@@ -198,7 +198,7 @@ class IndexedSource:
         self._dataset, self._rules, self._order, self._rank = loader.dataset, rules, order, rank
         self._generator = torch.Generator()
         self._single = loader.batch_sampler is None
-        self._fields: deque[tuple[int | None, bool]] = deque()
+        self._fields: deque[tuple[tuple[int, ...] | None, bool]] = deque()
         self._batches: Iterator[RankBatch[Any]] = iter(())
         indices = _Indices(self._next_indices)
         sampling = {"batch_size": None, "sampler": indices} if self._single else {"batch_sampler": indices}
@@ -219,7 +219,7 @@ class IndexedSource:
     def _next_indices(self) -> Iterator[Any]:
         # The reader may prefetch, so the fields wait in a queue for their batch.
         for batch in self._batches:
-            self._fields.append((batch.num_real, batch.last))
+            self._fields.append((batch.real, batch.last))
             yield batch.samples[0] if self._single else batch.samples
 
 
@@ -317,9 +317,9 @@ class _CollateBatches:
     def __init__(self, collate: Callable[[Any], Any], *, single: bool) -> None:
         self._collate, self._single = collate, single
 
-    def __call__(self, batches: list[RankBatch[Any]]) -> list[tuple[Any, int | None, bool]]:
+    def __call__(self, batches: list[RankBatch[Any]]) -> list[tuple[Any, tuple[int, ...] | None, bool]]:
         return [
-            (self._collate(batch.samples[0] if self._single else batch.samples), batch.num_real, batch.last)
+            (self._collate(batch.samples[0] if self._single else batch.samples), batch.real, batch.last)
             for batch in batches
         ]
 
@@ -329,12 +329,12 @@ def _with_last_of_all(rounds: Iterator[Any]) -> Iterator[Any]:
     following = next(rounds, None)
     while (current := following) is not None:
         following = next(rounds, None)
-        yield [(batch, num_real, following is None) for batch, num_real, _ in current]
+        yield [(batch, real, following is None) for batch, real, _ in current]
 
 
 def _compact(loaded: LoadedBatch) -> LoadedBatch:
     # Pickle sends the whole storage of a tensor, even for a small view.
-    return LoadedBatch(map_tensors(_own_storage, loaded.batch), loaded.num_real, loaded.last)
+    return LoadedBatch(map_tensors(_own_storage, loaded.batch), loaded.real, loaded.last)
 
 
 def _own_storage(tensor: Tensor) -> Tensor:

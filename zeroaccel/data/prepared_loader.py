@@ -29,6 +29,7 @@ from zeroaccel.data.batch_sources import (
     dispatched_epoch,
     length_of,
 )
+from zeroaccel.data.metric_samples import RealSamples
 from zeroaccel.errors import CheckpointError, UsageError
 from zeroaccel.logs import log_once, logger
 from zeroaccel.nested import batch_size_of, to_device
@@ -95,7 +96,9 @@ class PreparedLoader(_Around):
 
     Attributes:
         end_of_dataloader: True if the last batch yielded was this rank's last batch of the epoch.
-        remainder: number of samples of the last round, over all ranks, that are not repeated; -1 if no sample is.
+        remainder: number of samples of the round, over all ranks, that are not repeated; -1 if no sample is. If the
+            dataset yields whole batches, this counts each batch with the size of this rank's.
+        real_samples: which samples of this rank's batch are not repeated; None if no sample of the round is.
     """
 
     def __init__(
@@ -119,6 +122,7 @@ class PreparedLoader(_Around):
         self._position = _Position()
         self.end_of_dataloader = False
         self.remainder = -1
+        self.real_samples: RealSamples | None = None
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         return self.iterate(None)
@@ -173,7 +177,7 @@ class PreparedLoader(_Around):
         if start is not None:
             position.batches = start
         position.next_ = False
-        self.end_of_dataloader, self.remainder = False, -1
+        self.end_of_dataloader, self.remainder, self.real_samples = False, -1, None
         if self._progress is not None:
             self._progress.add_dataloader(self)
         loaded: LoadedBatch | None = None
@@ -206,11 +210,15 @@ class PreparedLoader(_Around):
 
     def _advance(self, loaded: LoadedBatch, position: _Position) -> None:
         self.end_of_dataloader = loaded.last
-        self.remainder = -1
-        if loaded.num_real is not None:
-            # Without a batch size the dataset yields whole batches, and `num_real` counts batches.
+        self.remainder, self.real_samples = -1, None
+        if loaded.real is not None:
+            # Without a batch size the dataset yields whole batches, and `real` counts batches.
             single = self._loader.batch_size is None and self._loader.batch_sampler is None
-            self.remainder = loaded.num_real * ((batch_size_of(loaded.batch) or 1) if single else 1)
+            size = (batch_size_of(loaded.batch) or 1) if single else 1
+            self.remainder = sum(loaded.real) * size
+            # Only batches of the rules' size are repeated in part; others are real or repeated as a whole.
+            real = loaded.real[self._rank] * size
+            self.real_samples = RealSamples(real, (None if single else self._rules.part) or real)
         position.batches += 1
         if loaded.last:  # a state saved during the last batch resumes with the next epoch
             position.end()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from tests.support.pool import Ranks
 from tests.support.refusals import complaint
@@ -37,7 +37,48 @@ def test_metrics_count_every_sample_once(ranks: Ranks, dispatch: bool | None, sp
     for found in ranks(2).run(_metrics, dispatch, split):
         assert found["items"] == found["nested"] == [*range(7), *range(7)]
         assert found["objects"] == [f"item {item}" for item in (*range(7), *range(7))]
-        assert set(found["scalars"]) == {2}
+        # A value of each rank that has a real sample; with `split`, one rank's last batch is repeated as a whole.
+        assert found["scalars"] == ([2, 2, 2, 1] if split else [2, 2]) * 2
+
+
+class Workers(IterableDataset[Any]):
+    """Every worker yields its own part of 0 to 8, and fills its own last round."""
+
+    def __iter__(self) -> Any:
+        worker = get_worker_info()
+        return iter(range(worker.id if worker else 0, 9, worker.num_workers if worker else 1))
+
+
+def _metric_containers() -> dict[str, Any]:
+    accelerator = Accelerator()
+    found: dict[str, Any] = {"whole": [], "workers": [], "loss": []}
+    whole = [torch.arange(2), torch.arange(2, 6), torch.arange(6, 9)]
+    for batch in accelerator.prepare(DataLoader(whole, batch_size=None)):  # type: ignore[arg-type]
+        found["whole"] += accelerator.gather_for_metrics(batch.tolist())
+        found["loss"] += accelerator.gather_for_metrics(batch.float().mean()).tolist()
+    for batch in accelerator.prepare(DataLoader(Workers(), batch_size=2, num_workers=2)):
+        found["workers"] += accelerator.gather_for_metrics(batch).tolist()
+    for batch in accelerator.prepare(DataLoader(list(range(11)), batch_size=2)):  # type: ignore[arg-type]
+        found["texts"] = accelerator.gather_for_metrics(tuple(map(str, batch.tolist())))
+        found["arrays"] = [one["p"].tolist() for one in accelerator.gather_for_metrics({"p": batch.numpy()})]
+        found["sequences"] = accelerator.gather_for_metrics([row.repeat(2) for row in batch], use_gather_object=True)
+        # A list without items has no leaf that is not a tensor.
+        found["one rank"] = accelerator.gather_for_metrics([] if accelerator.process_index else ["a", "b"])
+        if accelerator.gradient_state.end_of_dataloader:  # one rank has a repeated sample, and both raise
+            found["refused"] = complaint(lambda batch=batch: accelerator.gather_for_metrics(batch.repeat(2)))
+    return found
+
+
+def test_metrics_of_objects_and_whole_batches_count_every_sample_once(ranks: Ranks) -> None:
+    for found in ranks(2).run(_metric_containers):
+        assert found["whole"] == list(range(9))
+        assert found["loss"] == [0.5, 3.5, 7.0]  # the repeated batch has none
+        assert sorted(found["workers"]) == list(range(9))
+        assert found["texts"] == [("8", "9"), ("10",)]
+        assert found["arrays"] == [[8, 9], [10]]
+        assert [row.tolist() for row in found["sequences"]] == [[8, 8], [9, 9], [10, 10]]
+        assert found["one rank"] == ["a", "b"]
+        assert "gather_for_metrics: the value at the top: expected a row or list item" in found["refused"]
 
 
 class Count:

@@ -60,7 +60,7 @@ def test_batches_of_their_own_sizes_are_sharded_as_they_are() -> None:
     batches = [[0, 1, 2], [3], [4, 5], [6, 7, 8, 9], [10]]
     turns = sharded_batches(batches, ShardingRules(2))
     assert [samples(part) for part in turns] == [[[0, 1, 2], [4, 5], [10]], [[3], [6, 7, 8, 9], [0, 1, 2]]]
-    assert [turn.num_real for turn in turns[0]] == [None, None, 1]
+    assert [turn.real for turn in turns[0]] == [None, None, (1, 0)]
     assert [samples(part) for part in sharded_batches(batches, ShardingRules(2, drop_last=True))] == [
         [[0, 1, 2], [4, 5]],
         [[3], [6, 7, 8, 9]],
@@ -93,10 +93,11 @@ def test_a_round_gathered_by_rank_is_the_single_process_order(case: dict[str, in
     gathered: list[int] = []
     for round_ in range(max(map(len, of_ranks))):
         turns = [turns[round_] for turns in of_ranks if round_ < len(turns)]
-        taken = list(chain.from_iterable(turn.samples for turn in turns))
-        assert len({turn.num_real for turn in turns}) == 1
-        gathered += taken[: turns[0].num_real]
-        if turns[0].num_real is not None:
+        real = turns[0].real
+        assert {turn.real for turn in turns} == {real}
+        for rank, turn in enumerate(turns):
+            gathered += turn.samples if real is None else turn.samples[: real[rank]]
+        if real is not None:
             assert all(turn.last for turn in turns)
     everything = list(chain.from_iterable(batches))
     dropped = len(everything) - len(gathered)

@@ -56,14 +56,14 @@ ENVIRONMENT_READERS = {
 
 # Folder -> its limit of code lines. A commit that raises a limit states the reason.
 MAX_CODE_LINES: Mapping[str, int] = {
-    "": 838,
+    "": 868,
     "accelerate": 4075,
     "checkpoint": 5970,
     "cli": 7106,
     "comm": 3800,
     "compat": 3250,
     "config": 4175,
-    "data": 785,
+    "data": 855,
     "estimate": 1930,
     "offload": 985,
     "ops": 2475,
