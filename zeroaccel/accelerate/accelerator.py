@@ -749,8 +749,16 @@ class Accelerator(ControlFlow, TrainingLoop, ModelSaving):
         return folder
 
     def resume(self) -> str | None:
-        """Calls `load_state()` if the project or the memory holds a state; otherwise returns None. (all ranks)"""
-        return self.load_state() if self._run.has_state() else None
+        """Loads the newest state of the project or in memory, as `load_state()`. (all ranks)
+
+        Returns:
+            The folder; None without a state.
+        """
+        found = self._run.resume()
+        if found is None:
+            return None
+        folder, self.step = found
+        return folder
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
         """Returns `dataloader` with each of its epochs starting at batch `num_batches`.

@@ -5,15 +5,23 @@ ranks, but not the job. States have the same format and commit as on disk (`run_
 a state, the previous state remains. Each of several machines has the files of its own ranks and copies of the files of
 another machine (`peer_copies.py`). `RunSaving` calls this module between two batches, and selects the state from which
 a run resumes.
+
+[Note: owners of states] A script may train several times: folds, sweeps, pretraining and fine-tuning. States belong to
+an owner: a name, which is a digest of the training, and the number of earlier owners of that name in this process. A
+run only resumes from the states of its owner. Its first state removes those of owners that have ended, which start
+again, or from the disk, if ranks are lost later.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import math
 import shutil
 import statistics
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +30,7 @@ from typing import Protocol
 
 import torch
 
-from zeroaccel.accelerate.peer_copies import PeerCopies, Sizes, step_of
+from zeroaccel.accelerate.peer_copies import FoundState, PeerCopies, step_of
 from zeroaccel.accelerate.project import ProjectConfiguration, saved_states
 from zeroaccel.checkpoint.rank_file import is_part_of_a_save
 from zeroaccel.checkpoint.save import OVERWRITTEN, Part, Save
@@ -154,6 +162,31 @@ class _Writing:
             self.error = self.error or CheckpointError(f"{self.folder}: cannot be copied ({error})")
 
 
+@dataclass
+class _StateOwner:
+    """An owner of states in this process, see [Note: owners of states].
+
+    Attributes:
+        folder: folder of its states, in the memory of this machine's launcher.
+    """
+
+    folder: Path
+    states: weakref.ref[MemoryStates]
+
+    @property
+    def has_ended(self) -> bool:
+        states = self.states()
+        return states is None or states.owner is not self
+
+
+_owners: list[_StateOwner] = []  # of this process, in order
+
+
+def digest_of(facts: object) -> str:
+    """Returns a digest of plain data, for the name of an owner of states."""
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
 class MeasuredInterval:
     """Measures the number of steps between two states at which they take `MOST_COST` of the training time.
 
@@ -204,8 +237,10 @@ class MemoryStates:
     The newest state is kept, and the previous one until the next save overwrites its files. If the memory does not
     suffice, the object logs a warning and saves no more states.
 
+    Life cycle: 1. `belong_to`; 2. `has_newest`, then `open` and `fetch`; 3. `at_batch`; 4. `close`.
+
     Args:
-        folder: folder in memory of this machine's launcher.
+        memory: folder in memory of this machine's launcher.
         settings: interval and memory limit. With "auto", the interval is measured so that states take at most
             `MOST_COST` of the time.
         save: function `save(folder, step)` that begins a state. (all ranks)
@@ -213,20 +248,21 @@ class MemoryStates:
     Attributes:
         interval: number of steps until the next state.
         place: name of the machines with the memory, for messages.
+        owner: the owner of the states; None before `belong_to` and after `close`.
     """
 
     def __init__(
-        self, folder: Path, settings: PeerStates, save: Callable[[Path, int], StateSave], collectives: Collectives
+        self, memory: Path, settings: PeerStates, save: Callable[[Path, int], StateSave], collectives: Collectives
     ) -> None:
-        self._project = ProjectConfiguration(str(folder), total_limit=1)
-        self._folder = folder / "checkpoints"
-        self._overwritten = self._folder / OVERWRITTEN
+        self._memory = memory
+        self.owner: _StateOwner | None = None
+        self._name = ""
         self._is_measured = settings.interval == "auto"
         self.interval = _FIRST_INTERVAL if settings.interval == "auto" else int(settings.interval)
         self._limit = settings.memory
         self._save = save
         self._collectives = collectives
-        self._peers = PeerCopies(collectives, folder)
+        self._peers = PeerCopies(collectives, memory)
         machines = self._peers.num_machines
         self.place = "the machine" if machines == 1 else f"{machines} machines"
         self._at: _Moment | None = None  # start of the current interval
@@ -235,7 +271,25 @@ class MemoryStates:
         self._costs = MeasuredInterval()
         self._blocked = 0.0  # seconds that training waited for the current state
         self._is_on = True
-        self._found: tuple[str, list[Sizes]] | None = None
+        self._found: FoundState | None = None
+
+    def belong_to(self, name: str) -> None:
+        """Makes the states those of a new owner, unless the name is still the same. (all ranks)
+
+        Args:
+            name: the same on all ranks, and on those that the launcher starts again.
+        """
+        if name == self._name:
+            return
+        if self.owner is not None:
+            self._give_up()
+        number = sum(owner.folder.name.rpartition("_")[0] == name for owner in _owners)
+        self._name, self._at = name, None
+        self.owner = _StateOwner(self._memory / f"{name}_{number}", weakref.ref(self))
+        _owners.append(self.owner)
+        self._project = ProjectConfiguration(str(self.owner.folder), total_limit=1)
+        self._folder = self.owner.folder / "checkpoints"
+        self._overwritten = self._folder / OVERWRITTEN
 
     def reserve(self, engines: Collection[EngineBase]) -> None:
         """Checks that every machine has enough memory; otherwise logs a warning and disables states on all machines.
@@ -247,38 +301,45 @@ class MemoryStates:
         with agreed(self._collectives, "states in memory: size"):
             nbytes = sum(saved_nbytes(engine.checkpointer.state()) for engine in engines)
         reads_all = any(not engine.settings.plan.optimizer for engine in engines)
-        earlier = sum(path.stat().st_size for path in self._folder.rglob("*") if path.is_file())
-        free = earlier + min(shutil.disk_usage(self._folder.parent).free, free_nbytes())
+        if self._peers.is_first:  # all ranks have ended the work of these owners
+            for owner in _ended():
+                _remove_parts(owner.folder / "checkpoints")
+        folders = [self._folder, *(owner.folder for owner in _ended())]
+        earlier = sum(path.stat().st_size for each in folders for path in each.rglob("*") if path.is_file())
+        free = earlier + min(shutil.disk_usage(self._memory).free, free_nbytes())
         short = self._peers.short_of_room(nbytes, free, self._limit, reads_all=reads_all)
         self._is_on = not short
         if short:
             logger.warning("no states in memory: %s; training continues without them", short)
 
-    def has_newest(self, other: Callable[[], tuple[object, int | None]], *, log: bool = True) -> bool:
-        """Returns True if memory holds a complete state and the state in `other` is not newer; logs the comparison.
+    def has_newest(self, other: Callable[[], tuple[object, int | None]]) -> bool:
+        """Returns True if memory holds an intact state and the state in `other` is not newer; logs the comparison.
 
         Args:
             other: returns the newest state outside the memory and its step, or None for both. Called on rank 0.
         """
-        self._found = self._peers.newest(saved_states(self._project))
+        states = saved_states(self._project)
+        self._found = self._peers.newest(states)
         if self._found is None:
+            if any(self._collectives.gather_objects(bool(states), "states in memory: any")):
+                name, _ = from_rank_0(self._collectives, other, "states in memory: another state")
+                rest = "the run starts anew" if name is None else f"resuming from {name}"
+                log_always(f"the memory of {self.place} has no intact state; {rest}")
             return False
-        steps = step_of(self._found[0])
+        steps = step_of(self._found.name)
         name, steps_of_other = from_rank_0(self._collectives, other, "states in memory: another state")
         rest, is_older = "there is no other state", False
         if steps_of_other is not None:
             is_older = steps_of_other > steps
             rest = f"{name} is {abs(steps - steps_of_other)} steps {'newer, so it is taken' if is_older else 'older'}"
-        if log:
-            log_always(f"{'skipped' if is_older else 'resuming from'} the memory of {self.place}, step {steps}; {rest}")
+        log_always(f"{'skipped' if is_older else 'resuming from'} the memory of {self.place}, step {steps}; {rest}")
         return not is_older
 
     def open(self) -> Path:
         """Copies the files that all ranks read and returns this machine's folder of the state from `has_newest`."""
         assert self._found is not None, "there is no state in memory"
-        name, machines = self._found
-        self._peers.fetch_common(self._folder / name, machines)
-        return self._folder / name
+        self._peers.fetch_common(self._folder / self._found.name, self._found)
+        return self._folder / self._found.name
 
     def fetch(self, to_read: Callable[[], Collection[str]]) -> None:
         """Completes the folder that `open` has returned.
@@ -287,8 +348,14 @@ class MemoryStates:
             to_read: returns the files of single ranks that this rank reads.
         """
         assert self._found is not None, "there is no state in memory"
-        name, machines = self._found
-        self._peers.fetch_own(self._folder / name, machines, to_read)
+        self._peers.fetch_own(self._folder / self._found.name, self._found, to_read)
+
+    def discard(self) -> None:
+        """Deletes the state from `has_newest`, which does not fit the run. (all ranks)"""
+        assert self._found is not None, "there is no state in memory"
+        if self._peers.is_first:
+            shutil.rmtree(self._folder / self._found.name, ignore_errors=True)
+        self._found = None
 
     def at_batch(self, num_steps: int, micro_step: int) -> None:
         """Begins a state after `interval` steps, or completes a written state. Called between two batches.
@@ -322,6 +389,8 @@ class MemoryStates:
         self._at = at = _Moment(num_steps, now)
         self._blocked = 0.0
         self._peers.connect()
+        if self._peers.is_first:  # the collectives of the save follow
+            self._give_to_next_save(saved_states(self._project)[:-1])
         folder = self._folder / f"{_WRITTEN}{num_steps}"
         self._writing = _Writing(self._save(folder, micro_step), folder, self._peers, at)
 
@@ -340,7 +409,8 @@ class MemoryStates:
         self._peers.spread(writing.folder, self._folder / f"checkpoint_{begin.num_steps}")
         self._writing = None
         if self._peers.is_first:
-            self._give_to_next_save(saved_states(self._project)[:-1])
+            for owner in _ended():
+                shutil.rmtree(owner.folder, ignore_errors=True)
         if not self._is_measured:
             return
         now = time.monotonic()
@@ -359,13 +429,17 @@ class MemoryStates:
 
     def _give_up(self) -> None:
         """Removes the files of an incomplete state and the files that the next save would overwrite. (all ranks)"""
-        self.close()
+        self._abandon()
         self._collectives.barrier("states in memory: removed")
         if self._peers.is_first:
-            for path in (*self._folder.glob(f"{_WRITTEN}*"), self._overwritten):
-                shutil.rmtree(path, ignore_errors=True)
+            _remove_parts(self._folder)
 
     def close(self) -> None:
+        """Abandons an incomplete state, and ends the owner of the states."""
+        self._abandon()
+        self.owner, self._name = None, ""
+
+    def _abandon(self) -> None:
         """Waits for this rank's thread and abandons its files, which are not a complete state."""
         writing, self._writing = self._writing, None
         if writing is not None:
@@ -382,6 +456,16 @@ class MemoryStates:
                 if step_of(path.name) > num_steps:
                     shutil.rmtree(path, ignore_errors=True)
         return at
+
+
+def _ended() -> list[_StateOwner]:
+    return [owner for owner in _owners if owner.has_ended]
+
+
+def _remove_parts(folder: Path) -> None:
+    """Removes what is not a complete state from a folder of states."""
+    for path in (*folder.glob(f"{_WRITTEN}*"), folder / OVERWRITTEN):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def folder_for_states(collectives: Collectives, asked: str) -> Path | None:

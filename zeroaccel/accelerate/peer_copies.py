@@ -3,8 +3,9 @@
 While training continues, a thread writes the files of each rank and sends them to a rank of the next machine
 (`PeerCopies.send`). `PeerCopies.spread` then sends the files that only rank 0 writes to all machines. The folder gets
 the name of a state only after all machines have all copies. `PeerCopies.newest` finds the newest state of which every
-file is on some machine. `fetch_common` and `fetch_own` copy to each machine the files that its ranks read: nearly all
-files if every rank has all master weights (stage 0), otherwise about as much as the ranks have saved.
+file is intact on some machine, and deletes damaged ones. `fetch_common` and `fetch_own` copy to each machine the files
+that its ranks read: nearly all files if every rank has all master weights (stage 0), otherwise about as much as the
+ranks have saved.
 
 Every rank sends and receives: the k-th rank of one machine sends to the k-th rank of the next one, modulo its number of
 ranks. If machines lack files, the k-th file is sent by the k-th rank of a machine that has it.
@@ -12,9 +13,11 @@ ranks. If machines lack files, the k-th file is sent by the k-th rank of a machi
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,6 +27,7 @@ from pathlib import Path
 import torch
 
 from zeroaccel.checkpoint.atomic_write import write_all, writing_to
+from zeroaccel.checkpoint.rank_file import check_file
 from zeroaccel.checkpoint.save import OVERWRITTEN, file_of_rank
 from zeroaccel.comm.agree import agreed, from_rank
 from zeroaccel.comm.collectives import Collectives
@@ -31,13 +35,18 @@ from zeroaccel.comm.environment import rack
 from zeroaccel.comm.topology import pair_backends
 from zeroaccel.comm.transport import PairLink, PendingTransfer
 from zeroaccel.errors import CheckpointError
+from zeroaccel.logs import log_always
 from zeroaccel.ops.device_threads import CPU, start_thread
 
 Sizes = Mapping[str, int]
 """Relative path of each file of a folder -> size in bytes."""
 
+Listing = Mapping[str, tuple[int, str]]
+"""Relative path of each file of a state -> size in bytes, and SHA-256. A rank's file of a checkpoint has checksums of
+its own, and "" here."""
+
 _LIST_NAME = "files.json"
-"""File with the sizes of all files of a state; every machine has it."""
+"""File with the listing of a state; every machine has it."""
 
 _CHUNK_NBYTES = 16 << 20
 _SENT_NBYTES = 1 << 20  # chunk size of the threads: it fits the processor's caches and avoids allocating memory
@@ -52,6 +61,19 @@ class _Piece:
     name: str
     offset: int
     nbytes: int
+
+
+@dataclass(frozen=True)
+class FoundState:
+    """A state that the machines have together.
+
+    Attributes:
+        machines: intact files on each machine.
+    """
+
+    name: str
+    machines: Sequence[Sizes]
+    listing: Listing
 
 
 class PeerCopies:
@@ -156,56 +178,90 @@ class PeerCopies:
         Raises:
             CheckpointError: a machine's memory does not suffice; on every rank.
         """
-        own = _sizes(written) if self.is_first else {}
+        own: Listing = {}
+        with agreed(self._collectives, "states in memory: digests"), writing_to(written):
+            own = _listing(written) if self.is_first else {}
         found = self._collectives.gather_objects(own, "states in memory: files")
-        sizes = [found[ranks[0]] for ranks in self._nodes]
+        listings = [found[ranks[0]] for ranks in self._nodes]
         count = self.num_machines
         moves = []
-        for name in sorted({name for files in sizes for name in files}):
-            has = [name in files for files in sizes]
+        for name in sorted({name for files in listings for name in files}):
+            has = [name in files for files in listings]
             source = has.index(True)
             if name.endswith(_DIVIDED):
                 targets = [self._next[source]] if sum(has) == 1 < count else []
             else:
                 targets = [machine for machine in range(count) if not has[machine]]
             moves += [(source, target, name) for target in targets]
-        whole = {name: nbytes for files in sizes for name, nbytes in files.items()}
-        self._send(written, moves, whole)
+        self._send(written, moves, {name: entry for files in listings for name, entry in files.items()})
         with agreed(self._collectives, "states in memory: name"), writing_to(written):
             if self.is_first:
                 written.rename(state)
 
-    def newest(self, states: Iterable[Path]) -> tuple[str, list[Sizes]] | None:
-        """Returns the name of the newest state that the machines have together, and its files on each machine.
+    def newest(self, states: Iterable[Path]) -> FoundState | None:
+        """Returns the newest state of which each file is intact on a machine. Deletes damaged files and states.
 
         Args:
             states: folders of states on this machine, complete or not.
         """
-        own = {path.name: _sizes(path) for path in states} if self.is_first else {}
-        lists = _lists(states) if self.is_first else {}
+        folders = {path.name: path for path in states}
+        own = {name: _sizes(path) for name, path in folders.items()} if self.is_first else {}
+        lists = _lists(folders.values()) if self.is_first else {}
         found = self._collectives.gather_objects((own, list(lists)), "states in memory")
         with_list = {name: rank for rank, (_, names) in reversed(list(enumerate(found))) for name in names}
-        for name in sorted(with_list, key=step_of, reverse=True):
-            machines = [found[ranks[0]][0].get(name, {}) for ranks in self._nodes]
-            there = {file for one in machines for file in one.items()}
+        for name in sorted({name for sizes, _ in found for name in sizes}, key=step_of, reverse=True):
+            if name not in with_list:
+                self._delete(folders, name, f"{_LIST_NAME}: damaged")
+                continue
             # All have the same list. It is long with many ranks, so only one rank sends it.
-            whole = from_rank(
+            listing = from_rank(
                 self._collectives, with_list[name], partial(lists.__getitem__, name), "states in memory: list"
             )
-            if there.issuperset(whole.items()):
-                return name, machines
+            there = [found[ranks[0]][0].get(name, {}) for ranks in self._nodes]
+            if missing := sorted(listing.keys() - {file for sizes in there for file in sizes}):
+                log_always(f"skipped the state of step {step_of(name)} in memory: no machine has {missing[0]}")
+                continue
+            damaged = self._damaged(folders.get(name), there, listing)
+            machines = [
+                {file: size for file, size in sizes.items() if file in listing and file not in damaged[machine]}
+                for machine, sizes in enumerate(there)
+            ]
+            if lost := sorted(listing.keys() - {file for sizes in machines for file in sizes}):
+                self._delete(folders, name, next(why[lost[0]] for why in damaged if lost[0] in why))
+                continue
+            if self.is_first and name in folders:
+                own_machine = next(at for at, ranks in enumerate(self._nodes) if self._collectives.rank in ranks)
+                for file in damaged[own_machine]:
+                    (folders[name] / file).unlink(missing_ok=True)
+            return FoundState(name, machines, listing)
         return None
 
-    def fetch_common(self, folder: Path, machines: Sequence[Sizes]) -> None:
+    def _damaged(self, folder: Path | None, there: Sequence[Sizes], listing: Listing) -> list[dict[str, str]]:
+        """Returns for each machine the damaged files of a state, with the reason. Its ranks share the reading."""
+        own: dict[str, str] = {}
+        with agreed(self._collectives, "states in memory: damage"):
+            for ranks, sizes in zip(self._nodes, there, strict=True):
+                if self._collectives.rank in ranks and folder is not None:
+                    files = sorted(sizes.keys() & listing.keys(), key=lambda file: (bool(listing[file][1]), file))
+                    own = _damage(folder, files[ranks.index(self._collectives.rank) :: len(ranks)], listing)
+        found = self._collectives.gather_objects(own, "states in memory: damage")
+        return [{file: why for rank in ranks for file, why in found[rank].items()} for ranks in self._nodes]
+
+    def _delete(self, folders: Mapping[str, Path], name: str, why: str) -> None:
+        log_always(f"deleted the state of step {step_of(name)} in memory: {why}")
+        if self.is_first and name in folders:
+            shutil.rmtree(folders[name], ignore_errors=True)
+
+    def fetch_common(self, folder: Path, found: FoundState) -> None:
         """Copies the files of a state that all ranks read into the folder of each machine.
 
         Args:
-            machines: result of `newest`.
+            found: result of `newest`.
         """
-        whole = {name: nbytes for own in machines for name, nbytes in own.items()}
-        self._complete(folder, machines, [{name for name in whole if not _OF_ONE_RANK.fullmatch(name)}] * len(machines))
+        common = {name for name in found.listing if not _OF_ONE_RANK.fullmatch(name)}
+        self._complete(folder, found, [common] * self.num_machines)
 
-    def fetch_own(self, folder: Path, machines: Sequence[Sizes], to_read: Callable[[], Collection[str]]) -> None:
+    def fetch_own(self, folder: Path, found: FoundState, to_read: Callable[[], Collection[str]]) -> None:
         """Copies to each machine the files of single ranks that its ranks read, after `fetch_common`.
 
         Args:
@@ -214,29 +270,28 @@ class PeerCopies:
         names: Collection[str] = ()
         with agreed(self._collectives, "states in memory: files to read"):
             names = to_read() if self.num_machines > 1 else ()
-        found = self._collectives.gather_objects(sorted(names), "states in memory: files to read")
-        self._complete(folder, machines, [{name for rank in ranks for name in found[rank]} for ranks in self._nodes])
+        asked = self._collectives.gather_objects(sorted(names), "states in memory: files to read")
+        self._complete(folder, found, [{name for rank in ranks for name in asked[rank]} for ranks in self._nodes])
 
-    def _complete(self, folder: Path, machines: Sequence[Sizes], needed: Sequence[Collection[str]]) -> None:
-        whole = {name: nbytes for own in machines for name, nbytes in own.items()}
-        source = {name: machine for machine, own in reversed(list(enumerate(machines))) for name in own}
+    def _complete(self, folder: Path, found: FoundState, needed: Sequence[Collection[str]]) -> None:
+        source = {name: machine for machine, own in reversed(list(enumerate(found.machines))) for name in own}
         moves = [
             (source[name], target, name)
             for target, names in enumerate(needed)
             for name in sorted(names)
-            if name not in machines[target]
+            if name not in found.machines[target]
         ]
-        self._send(folder, moves, whole)
+        self._send(folder, moves, found.listing)
 
-    def _send(self, folder: Path, moves: Sequence[tuple[int, int, str]], sizes: Sizes) -> None:
-        """Copies files by `moves` (from, to, name), the same on all ranks, and writes `sizes` to every machine."""
+    def _send(self, folder: Path, moves: Sequence[tuple[int, int, str]], listing: Listing) -> None:
+        """Copies files by `moves` (from, to, name), the same on all ranks, and writes `listing` to every machine."""
         counts: dict[tuple[int, int], int] = {}
         pieces: dict[tuple[int, int], list[_Piece]] = {}  # those that this rank sends or receives
         for number, (source, target, name) in enumerate(moves):
-            pair = (self._rank_at(source, number), self._rank_at(target, number))
-            counts[pair] = counts.get(pair, 0) - (-sizes[name] // _CHUNK_NBYTES)
+            pair, nbytes = (self._rank_at(source, number), self._rank_at(target, number)), listing[name][0]
+            counts[pair] = counts.get(pair, 0) - (-nbytes // _CHUNK_NBYTES)
             if self._collectives.rank in pair:
-                pieces.setdefault(pair, []).extend(_pieces(name, sizes[name]))
+                pieces.setdefault(pair, []).extend(_pieces(name, nbytes))
         error: CheckpointError | None = None
         for turn in range(max(counts.values(), default=0)):
             now = {pair: parts[turn] for pair, parts in pieces.items() if turn < len(parts)}
@@ -248,7 +303,7 @@ class PeerCopies:
             if error is not None:
                 raise error
             if self.is_first:
-                (folder / _LIST_NAME).write_text(json.dumps(dict(sizes)))
+                (folder / _LIST_NAME).write_text(json.dumps(dict(listing)))
 
     def _rank_at(self, machine: int, number: int) -> int:
         ranks = self._nodes[machine]
@@ -387,11 +442,45 @@ def _sizes(folder: Path) -> dict[str, int]:
     return {str(path.relative_to(folder)): path.stat().st_size for path in files}
 
 
-def _lists(states: Iterable[Path]) -> dict[str, Sizes]:
+def _listing(folder: Path) -> Listing:
+    """Returns the listing of a state's files on this machine."""
+    return {
+        name: (nbytes, "" if _has_checksums(name) else hashlib.sha256((folder / name).read_bytes()).hexdigest())
+        for name, nbytes in _sizes(folder).items()
+    }
+
+
+def _has_checksums(name: str) -> bool:
+    match = _OF_ONE_RANK.fullmatch(name)
+    return match is not None and match["rank"] is not None
+
+
+def _damage(folder: Path, names: Iterable[str], listing: Listing) -> dict[str, str]:
+    """Returns the damaged files of a state on this machine, with the reason: reads them all."""
     found = {}
+    for name in names:
+        nbytes, digest = listing[name]
+        path = folder / name
+        try:
+            if (size := path.stat().st_size) != nbytes:
+                found[name] = f"{path}: damaged: expected {nbytes} bytes, got {size}"
+            elif not digest:
+                check_file(path)
+            elif hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+                found[name] = f"{path}: damaged: its digest differs from the list's"
+        except CheckpointError as error:
+            found[name] = str(error)
+        except OSError as error:
+            found[name] = f"{path}: cannot be read ({error.strerror})"
+    return found
+
+
+def _lists(states: Iterable[Path]) -> dict[str, Listing]:
+    found: dict[str, Listing] = {}
     for path in states:
-        with suppress(OSError, ValueError):
-            found[path.name] = json.loads((path / _LIST_NAME).read_text())
+        with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
+            items = json.loads((path / _LIST_NAME).read_text()).items()
+            found[path.name] = {name: (int(nbytes), str(digest)) for name, (nbytes, digest) in items}
     return found
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from zeroaccel.accelerate.accelerator_state import AcceleratorState
-from zeroaccel.accelerate.memory_states import MemoryStates, StateSave, folder_for_states
+from zeroaccel.accelerate.memory_states import MemoryStates, StateSave, digest_of, folder_for_states
 from zeroaccel.accelerate.project import (
     STATE_NAME,
     ProjectConfiguration,
@@ -136,7 +136,25 @@ class RunSaving:
         if self._memory is None:
             self._memory = self._memory_states(settings)
         if self._memory is not None:
+            self._memory.belong_to(f"run_{self._digest()}")
             self._memory.reserve(self._watched)
+
+    def _digest(self) -> str:
+        """Returns a digest of the project's folder and the parameters of all models, the same on all ranks."""
+        states = [item.engine.checkpointer.state() for item in self._state.prepared]
+        own = [
+            sorted(
+                (slot.fqn, slot.whole_shape, buffer.trainable)
+                for buffer in state.buffers()
+                for slot in buffer.layout.slots
+            )
+            for state in states
+            if state.lead == state.job.rank  # the other ranks of a pipeline stage have the same parameters
+        ]
+        project = self.project.project_dir
+        facts = (own, None if project is None else os.path.abspath(project))
+        found = self._collectives.gather_objects(facts, "states in memory: parameters")
+        return digest_of((sorted(models for models, _ in found if models), found[0][1]))
 
     def _peer_states(self) -> PeerStates | None:
         """Returns the settings of states in memory: `checkpoint.peer` of the configs, or those of the project."""
@@ -188,9 +206,11 @@ class RunSaving:
         self._objects.append(obj)
 
     def close(self) -> None:
-        """Waits for the background thread that writes states in memory, and ends it."""
+        """Waits for the background thread that writes states in memory, and ends it; forgets the prepared models."""
         if self._memory is not None:
             self._memory.close()
+        self._memory, self._seen_steps = None, None
+        self._watched.clear()
 
     def add_save_hook(self, hook: SaveHook) -> RemovableHandle:
         return _added(self._save_hooks, hook)
@@ -245,22 +265,26 @@ class RunSaving:
 
     def load(self, folder: PathLike | None) -> tuple[str, int]:
         """Returns the folder and the accelerator's `step`."""
-        source = Path(folder) if folder is not None else self._newest_folder()
-        if folder is None and self._memory is not None and self._is_newest_in_memory(source, log=True):
+        found = self.resume() if folder is None else self._load(Path(folder))
+        if found is None:
+            raise CheckpointError(f"{self.project.project_dir}/checkpoints: no complete state to load")
+        return found
+
+    def resume(self) -> tuple[str, int] | None:
+        """Loads the newest state of the project or in memory; returns the same as `load`, or None without a state."""
+        source = self._newest_folder()
+        memory = self._memory
+        if memory is not None and memory.has_newest(lambda: (source, None if source is None else _num_steps(source))):
             try:
-                found = self._memory.open()
-                self._memory.fetch(lambda: self._files_to_read(found))
+                found = memory.open()
+                memory.fetch(lambda: self._files_to_read(found))
                 return self._load(found)
             except CheckpointError as error:
-                logger.warning("skipped the state in memory: %s", error)
-        if source is None:
-            raise CheckpointError(f"{self.project.project_dir}/checkpoints: no complete state to load")
-        return self._load(source)
-
-    def has_state(self) -> bool:
-        """Returns True if there is a state to resume from."""
-        source = self._newest_folder()
-        return source is not None or self._is_newest_in_memory(source, log=False)
+                memory.discard()
+                if source is None:
+                    raise
+                logger.warning("deleted the state in memory: %s; resuming from %s", error, source)
+        return None if source is None else self._load(source)
 
     def _begin_save(self, folder: Path, step: int) -> StateSave:
         self._call_save_hooks(folder)
@@ -273,12 +297,6 @@ class RunSaving:
         models = [item.engine for item in self._state.prepared]
         for hook in list(self._save_hooks.values()):
             hook(models, [], str(folder))
-
-    def _is_newest_in_memory(self, source: Path | None, *, log: bool) -> bool:
-        """Returns True if memory holds a state and the newest state of the project is not of a later step."""
-        if self._memory is None:
-            return False
-        return self._memory.has_newest(lambda: (source, None if source is None else _num_steps(source)), log=log)
 
     def _files_to_read(self, folder: Path) -> list[str]:
         """Returns the files of single ranks that this rank reads, by their paths in a state's folder."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from zeroaccel.checkpoint.manifest import OTHER_CHECKPOINT, FileRecord
+from zeroaccel.checkpoint.manifest import OTHER_CHECKPOINT, FileRecord, read_manifest
 from zeroaccel.checkpoint.zero_to_fp32 import BLOCK_NBYTES, CHUNK_NBYTES, Bytes, RankFile, sums_of_blocks
 from zeroaccel.errors import CheckpointError
 from zeroaccel.zero.access.safetensors_file import FileLayout, lay_out_tensors
@@ -102,3 +102,16 @@ class RankFileReader(RankFile):
     def _pread(self, start: int, nbytes: int, capacity: int = 0) -> Bytes:
         self.read_nbytes += nbytes
         return super()._pread(start, nbytes, capacity)
+
+
+def check_file(path: Path) -> None:
+    """Reads and checks a rank's file, by the manifest in its folder.
+
+    Raises:
+        CheckpointError: the file or the manifest is damaged, or the manifest does not name the file.
+    """
+    records = {record.name: record for record in read_manifest(path.parent, complete=False).files}
+    if path.name not in records:
+        raise CheckpointError(f"{path}: damaged: the manifest does not name it", fix=OTHER_CHECKPOINT)
+    with RankFileReader(path.parent, records[path.name]) as file:
+        file.verify()

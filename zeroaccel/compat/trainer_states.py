@@ -7,16 +7,14 @@ unless the checkpoint that the script requests has a later step.
 
 A state is saved where Trainer saves a checkpoint: after a step's logs and evaluations. The last step of an epoch waits
 for those of the epoch, since a resumed run begins with the next epoch. A script may call `train()` several times, and
-skip calls that an earlier attempt completed: a digest of the trained model and arguments, and the number of earlier
-calls with the same digest, identify the states. The first state of a later call replaces those of earlier calls.
+skip calls that an earlier attempt completed: a digest of the trained model and arguments names the owner of the states,
+see [Note: owners of states].
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
@@ -24,7 +22,7 @@ from typing import Any
 
 import torch
 
-from zeroaccel.accelerate.memory_states import MemoryStates, StateSave, folder_for_states
+from zeroaccel.accelerate.memory_states import MemoryStates, StateSave, digest_of, folder_for_states
 from zeroaccel.accelerate.project import STATE_NAME
 from zeroaccel.checkpoint.atomic_write import writing_to
 from zeroaccel.comm.agree import agreed
@@ -46,7 +44,6 @@ _ARGUMENTS = (  # distinguish the trainings of a script
 
 _current: TrainerStates | None = None
 _is_asked = False
-_used: list[Path] = []  # folders of this process's calls
 
 
 def are_asked() -> bool:
@@ -101,10 +98,7 @@ def _settings(trainer: Any) -> PeerStates | None:
 
 @contextmanager
 def _states(trainer: Any, folder: Path, settings: PeerStates) -> Iterator[TrainerStates]:
-    own = folder / f"train_{_digest(trainer)}"
-    own = own.with_name(f"{own.name}_{sum(path.name.startswith(own.name) for path in _used)}")
-    states = TrainerStates(trainer, own, settings, tuple(_used))
-    _used.append(own)
+    states = TrainerStates(trainer, folder, settings)
     call = trainer._maybe_log_save_evaluate
 
     def after_step(*args: Any, **kwargs: Any) -> Any:
@@ -124,16 +118,14 @@ class TrainerStates:
     """The states in memory of one call of `Trainer.train`. (all ranks call each method)
 
     Args:
-        folder: folder of this call, in the memory of this machine's launcher.
-        replaced: folders to delete with the first state.
+        folder: folder in memory of this machine's launcher.
     """
 
-    def __init__(self, trainer: Any, folder: Path, settings: PeerStates, replaced: Sequence[Path]) -> None:
+    def __init__(self, trainer: Any, folder: Path, settings: PeerStates) -> None:
         self._trainer = trainer
         self._collectives = collectives_of_process()
-        self._replaced = replaced
-        folder.mkdir(exist_ok=True)
         self._memory = MemoryStates(folder, settings, self._begin, self._collectives)
+        self._memory.belong_to(f"train_{_digest(trainer)}")
         self._engine: EngineBase | None = None
         self._found: Path | None = None
         self._num_steps = -1
@@ -174,19 +166,15 @@ class TrainerStates:
         assert engine is not None, "no engine has made a step"
         if self._trainer.hp_search_backend is None:
             self._trainer.store_flos()
-        part = _TrainerPart(folder, self._trainer, engine.collectives.job, self._replaced)
+        part = _TrainerPart(folder, self._trainer, engine.collectives.job)
         return StateSave(folder, {_TAG: engine}, part, engine.device)
 
 
 class _TrainerPart:
-    """Trainer's own state, random generators and schedule: a small `StatePart`.
+    """Trainer's own state, random generators and schedule: a small `StatePart`."""
 
-    Args:
-        replaced: folders to delete when the part is complete.
-    """
-
-    def __init__(self, folder: Path, trainer: Any, collectives: Collectives, replaced: Sequence[Path]) -> None:
-        self._folder, self._replaced, self._collectives = folder, replaced, collectives
+    def __init__(self, folder: Path, trainer: Any, collectives: Collectives) -> None:
+        self._folder, self._collectives = folder, collectives
         self.name = "rng_state.pth" if trainer.args.world_size <= 1 else f"rng_state_{trainer.args.process_index}.pth"
         with agreed(collectives, "states in memory: Trainer's part"), writing_to(folder):
             try:
@@ -203,8 +191,6 @@ class _TrainerPart:
             if self._collectives.rank == 0:
                 with writing_to(self._folder):
                     (self._folder / STATE_NAME).write_text(json.dumps({"trainer": True}))
-        for path in self._replaced:
-            shutil.rmtree(path, ignore_errors=True)
 
     def _write_small(self, trainer: Any) -> None:
         trainer._save_rng_state(str(self._folder))
@@ -231,7 +217,7 @@ def _digest(trainer: Any) -> str:
         model if trainer.model_init is None else [],
         len(dataset) if hasattr(dataset, "__len__") else None,
     ]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    return digest_of(facts)
 
 
 def _asked(asked: Any, output_dir: str) -> tuple[str | None, int | None]:

@@ -23,6 +23,7 @@ from tests.conftest import Ranks
 from zeroaccel import Accelerator, ProjectConfiguration, ZeroPlugin, set_seed
 from zeroaccel.accelerate import memory_states
 from zeroaccel.accelerate.memory_states import MemoryStates
+from zeroaccel.accelerate.peer_copies import step_of
 from zeroaccel.checkpoint.rank_file_writer import RankFileWriter
 from zeroaccel.checkpoint.save import OVERWRITTEN
 from zeroaccel.checkpoint.save_plan import saved_nbytes
@@ -76,8 +77,11 @@ def life(
     peer: dict[str, Any] | None = None,
     writes: bool = False,
     racks: str = "",
+    is_new_process: bool = True,
 ) -> tuple[int, list[float], list[str]]:
-    """Trains from the newest state to the end, or until it is lost; returns (first step, losses, states in memory)."""
+    """Trains from the newest state to the end, or until it is lost; returns (first step, losses, newest state)."""
+    if is_new_process:
+        memory_states._owners.clear()
     memory = memory_of_machine(root, machines, racks)
     project = ProjectConfiguration(str(root), automatic_checkpoint_naming=True, memory_interval=interval)  # type: ignore[arg-type]
     plugin = ZeroPlugin(zero_stage=stage, offload_optimizer_device=offload)
@@ -112,8 +116,8 @@ def life(
     finally:
         accelerator.free_memory()
         del os.environ[VARIABLE]
-    names = {path.name for path in memory.glob("checkpoints/*")} - {OVERWRITTEN}
-    return begin, losses, sorted(names)
+    names = {path.name for path in memory.glob("*/checkpoints/*")} - {OVERWRITTEN}
+    return begin, losses, sorted(names, key=step_of)[-1:]
 
 
 def scale_weights(model: Any) -> None:
@@ -150,7 +154,7 @@ def test_a_state_has_the_values_from_the_start_of_its_save(ranks: Ranks, tmp_pat
 
 
 def held(root: Path, machines: int) -> tuple[list[tuple[int, set[int]]], int]:
-    """Returns (bytes, inodes) of the ranks' files on this machine at each complete state, and the rank's own bytes."""
+    """Returns (bytes, inodes) of the ranks' files on this machine before each state, and the rank's own bytes."""
     found: list[tuple[int, set[int]]] = []
     rank = int(os.environ["RANK"])
     memory = root / f"memory{rank * machines // int(os.environ['WORLD_SIZE']) or ''}"
@@ -164,8 +168,8 @@ def held(root: Path, machines: int) -> tuple[list[tuple[int, set[int]]], int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MemoryStates, "_give_to_next_save", note)
-        life(root, interval=2, lost_at=10, machines=machines)
-    (state,) = memory.glob("checkpoints/checkpoint_*")
+        life(root, interval=1, machines=machines)
+    state = max(memory.glob("*/checkpoints/checkpoint_*"), key=lambda path: step_of(path.name))
     return found, sum(path.stat().st_size for path in state.rglob(f"*rank{rank:05}*.safetensors"))
 
 
@@ -174,10 +178,10 @@ def test_two_states_are_the_most_that_a_machine_holds(ranks: Ranks, tmp_path: Pa
     found = ranks(4).run(held, tmp_path, machines)
     of_all = sum(own for _, own in found)  # on two machines, each also holds copies of the other's ranks
     for moments, _ in found[:: 4 // machines]:
-        assert [nbytes for nbytes, _ in moments] == [of_all, 2 * of_all, 2 * of_all]
+        assert [nbytes for nbytes, _ in moments] == [0, of_all, 2 * of_all, 2 * of_all]
         inodes = [numbers for _, numbers in moments]
-        assert len(inodes[1]) == 2 * len(inodes[0])
-        assert inodes[1] == inodes[2], "a state overwrote the files of the one before the last"
+        assert len(inodes[2]) == 2 * len(inodes[1])
+        assert inodes[2] == inodes[3], "a state overwrote the files of the one before the last"
 
 
 @pytest.mark.parametrize(("stage", "offload"), [(0, "none"), (1, "cpu"), (2, "none"), (3, "cpu")])
@@ -233,16 +237,24 @@ def test_the_size_of_a_state_is_known_before_the_first_step(
         assert 0 <= saved - expected < 6000, "the file only adds a header and small tensors"
 
 
-def without_room(root: Path) -> list[str]:
-    """Returns the warnings of a run whose second machine has too little memory."""
-    handler = logging.handlers.BufferingHandler(1000)
+@contextmanager
+def messages() -> Iterator[list[str]]:
+    """Yields the messages of the log, after the block."""
+    handler, found = logging.handlers.BufferingHandler(1000), list[str]()
     logger.addHandler(handler)
-    rank = int(os.environ["RANK"])
     try:
-        life(root, interval=None, peer={"interval": 3, "memory": 10**9 if rank < 2 else 2000}, lost_at=4, machines=2)
+        yield found
     finally:
         logger.removeHandler(handler)
-    return [record.getMessage() for record in handler.buffer if "no states" in record.getMessage()]
+        found += [record.getMessage() for record in handler.buffer]
+
+
+def without_room(root: Path) -> list[str]:
+    """Returns the warnings of a run whose second machine has too little memory."""
+    rank = int(os.environ["RANK"])
+    with messages() as found:
+        life(root, interval=None, peer={"interval": 3, "memory": 10**9 if rank < 2 else 2000}, lost_at=4, machines=2)
+    return [message for message in found if "no states" in message]
 
 
 def test_a_machine_without_room_is_named(ranks: Ranks, tmp_path: Path) -> None:
@@ -254,11 +266,15 @@ def test_a_machine_without_room_is_named(ranks: Ranks, tmp_path: Path) -> None:
         r"and may take [.\d]+ MB by checkpoint\.peer\.memory; training continues without them",
         message,
     )
-    assert not list(tmp_path.glob("memory*/checkpoints/*"))
+    assert not list(tmp_path.glob("memory*/*/checkpoints/*"))
 
 
 def damage(memory: Path) -> None:
-    (path,) = memory.glob("checkpoints/*/pytorch_model/rank00001-of-*.safetensors")
+    for path in memory.glob("*/checkpoints/*/pytorch_model/rank00001-of-*.safetensors"):
+        flip(path)
+
+
+def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
@@ -273,6 +289,92 @@ def test_the_newest_intact_state_counts(ranks: Ranks, tmp_path: Path) -> None:
     assert (damaged[0][0], damaged[0][1]) == (8, whole[0][1][8:])
     later = ranks(2).run(life, tmp_path, interval=100, lost_at=12)
     assert (later[0][0], later[0][1]) == (11, whole[0][1][11:])
+
+
+def flip_newest(name: str, memory: Path) -> None:
+    """Damages the file `name` of the newest state in a machine's memory."""
+    newest = max(memory.glob("*/checkpoints/checkpoint_*"), key=lambda path: step_of(path.name))
+    (path,) = newest.rglob(name)
+    flip(path)
+
+
+def resumed(root: Path, name: str, machines: int = 1) -> tuple[int, list[float], list[str]]:
+    """Runs `life` after damage to the file `name` of the newest state; returns its step, losses and messages."""
+    with messages() as found:
+        step, losses, _ = life(root, interval=100, before=partial(flip_newest, name), lost_at=10, machines=machines)
+    return step, losses, [message for message in found if "memory" in message]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["rank00000-of-*", "run_state_rank00001.safetensors", "manifest.json", "files.json", "run_state.json"],
+)
+def test_the_older_state_replaces_a_damaged_one_then_the_run_starts_anew(
+    ranks: Ranks, tmp_path: Path, name: str
+) -> None:
+    whole = ranks(2).run(life, tmp_path, interval=3, lost_at=9)[0][1]  # states of the steps 3 and 6
+    step, losses, said = ranks(2).run(resumed, tmp_path, name)[0]
+    assert (step, losses[:6]) == (3, whole[3:]), said
+    assert said[0].startswith("deleted the state of step 6 in memory: ")
+    assert said[1].startswith("resuming from the memory of the machine, step 3; ")
+    step, losses, said = ranks(2).run(resumed, tmp_path, name)[0]
+    assert (step, losses[:9]) == (0, whole)
+    assert [said[0].partition(" in ")[0], said[1]] == [
+        "deleted the state of step 3",
+        "the memory of the machine has no intact state; the run starts anew",
+    ]
+
+
+def test_a_damaged_file_has_a_copy_on_another_machine(ranks: Ranks, tmp_path: Path) -> None:
+    whole = ranks(2).run(life, tmp_path, interval=3, lost_at=9, machines=2)[0][1]
+    (first, *_), _ = ranks(2).run(resumed, tmp_path, "rank00000-of-*", 2)
+    assert first == 6
+    step, losses, said = ranks(2).run(resumed, tmp_path, "run_state_rank00000.safetensors", 2)[0]
+    assert (step, losses[:3]) == (6, whole[6:])
+    assert [message[:13] for message in said] == ["resuming from"]
+
+
+def two_phases(root: Path) -> list[tuple[int, list[float], list[str]]]:
+    """Trains twice in one process, as folds and sweeps do."""
+    memory_states._owners.clear()
+    settings: dict[str, Any] = {"interval": 3, "lost_at": 9, "is_new_process": False}
+    found = [life(root, **settings), life(root, **settings)]
+    left = sorted(path.name.rpartition("_")[2] for path in (root / "memory").iterdir())
+    return [*found, life(root, interval=3, lost_at=10), (len(left), [], left)]
+
+
+def test_a_second_accelerator_does_not_resume_from_the_states_of_the_first(ranks: Ranks, tmp_path: Path) -> None:
+    first, second, restarted, left = ranks(2).run(two_phases, tmp_path)[0]
+    assert (first[0], second[:2]) == (0, (0, first[1]))
+    assert left[2] == ["1"], "the second one's first state removes the states of the first"
+    assert restarted[0] == 0
+
+
+def another_shape(root: Path, project: str, width: int) -> int:
+    """Returns the step at which a process resumes with a project's folder and a width of the model."""
+    memory_states._owners.clear()
+    memory_of_machine(root, 1)
+    accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(str(root / project), memory_interval=1))
+    model: Any = nn.Linear(4, width)
+    try:
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = accelerator.prepare(DataLoader(torch.ones(40, 4)))
+        accelerator.resume()
+        begin: int = model.global_steps
+        with waiting():
+            for _, x in zip(range(3), loader, strict=False):
+                accelerator.backward(model(x).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+    finally:
+        accelerator.free_memory()
+        del os.environ[VARIABLE]
+    return begin
+
+
+def test_states_belong_to_a_project_and_its_parameters(ranks: Ranks, tmp_path: Path) -> None:
+    cases = [("a", 1), ("a", 2), ("b", 1), ("a", 1)]
+    assert [ranks(2).run(another_shape, tmp_path, *case)[0] for case in cases] == [0, 0, 0, 1]
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -321,7 +423,7 @@ def test_a_machine_gets_what_its_ranks_read(ranks: Ranks, tmp_path: Path, stage:
     shutil.rmtree(tmp_path / "memory1")
     rest = ranks(4).run(life, tmp_path, interval=100, lost_at=6, machines=2, stage=stage)
     assert [facts[0] for facts in rest] == [3] * 4
-    files = (tmp_path / "memory1" / "checkpoints" / "checkpoint_3" / "pytorch_model").glob("rank*")
+    files = (tmp_path / "memory1").glob("*/checkpoints/checkpoint_3/pytorch_model/rank*")
     assert sorted(int(path.name[4:9]) for path in files) == names
 
 
@@ -372,6 +474,7 @@ def test_an_interval_is_a_number_of_steps(interval: Any) -> None:
 
 def samples(root: Path, *, lost_at: int = -1, machines: int = 1) -> list[list[int]]:
     """Returns the samples of each step on this rank; the config fixes the number of samples per step on all ranks."""
+    memory_states._owners.clear()
     memory_of_machine(root, machines)
     config = {
         "train_batch_size": 16,

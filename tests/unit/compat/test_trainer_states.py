@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from zeroaccel.accelerate.memory_states import MemoryStates
+from zeroaccel.accelerate.peer_copies import FoundState
 from zeroaccel.compat import trainer_states
 from zeroaccel.compat.trainer_states import TrainerStates
 from zeroaccel.config.schema import PeerStates
@@ -21,20 +22,21 @@ class _Memory(MemoryStates):
     def __init__(self, folder: Path, *arguments: Any) -> None:
         super().__init__(folder, *arguments)
         self.steps: list[int] = []
-        self._peers.newest = lambda _: ("checkpoint_5", [])  # type: ignore[method-assign]
+        self._peers.newest = lambda _: FoundState("checkpoint_5", [], {})  # type: ignore[method-assign]
 
     def at_batch(self, num_steps: int, _: int) -> None:
         self.steps.append(num_steps)
 
     def open(self) -> Path:
-        return self._folder.parent / "checkpoint_5"
+        return self._memory / "checkpoint_5"
 
 
 @pytest.fixture(name="states")
 def _states(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> TrainerStates:
     monkeypatch.setattr(trainer_states, "MemoryStates", _Memory)
+    monkeypatch.setattr(trainer_states, "_digest", lambda _: "digest")
     trainer = SimpleNamespace(state=SimpleNamespace(global_step=0, epoch=0), args=SimpleNamespace(output_dir=tmp_path))
-    return TrainerStates(trainer, tmp_path / "train", PeerStates(interval=1), ())
+    return TrainerStates(trainer, tmp_path / "train", PeerStates(interval=1))
 
 
 def test_the_last_step_of_an_epoch_is_saved_after_the_epochs_evaluation(states: TrainerStates) -> None:

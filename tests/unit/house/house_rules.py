@@ -57,7 +57,7 @@ ENVIRONMENT_READERS = {
 # Folder -> its limit of code lines. A commit that raises a limit states the reason.
 MAX_CODE_LINES: Mapping[str, int] = {
     "": 868,
-    "accelerate": 4075,
+    "accelerate": 4115,
     "checkpoint": 5970,
     "cli": 7106,
     "comm": 3800,
