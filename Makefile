@@ -64,10 +64,13 @@ clean:  ## Remove the environment and everything built
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# Prints ",cuda12" or ",cuda13", the extra with CuPy for the CUDA of torch, where torch sees a device.
+CUDA_EXTRA := 'import torch; cuda = torch.version.cuda if torch.cuda.is_available() else None; print(f",cuda{cuda.split(chr(46))[0]}" if cuda else "")'
+
 # Installs torch first and alone, at the version of the tests, so that other packages keep it. Writes the stamp last, so
 # that the next run continues an interrupted installation.
 $(INSTALLED): pyproject.toml setup.cfg constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[hf,dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[hf,dev$$($(BIN)/python -c $(CUDA_EXTRA))]"
 	touch $@

@@ -77,7 +77,8 @@ def findings(environ: Mapping[str, str], folder: Path, *, measure: bool) -> Iter
 def _accelerators(machine: Machine) -> Iterator[Finding]:
     import torch
 
-    from zeroaccel.ops.nvrtc import old_driver
+    from zeroaccel.comm.rank_device import old_driver
+    from zeroaccel.ops.cupy_kernels import installed_cupy
 
     if not machine.devices:
         built = "" if torch.version.cuda else ", and this torch is built without CUDA"
@@ -86,6 +87,9 @@ def _accelerators(machine: Machine) -> Iterator[Finding]:
             "accelerators", "falls back", f"none is visible{built}; processes run on the CPU", old_driver() or missing
         )
         yield Finding("bf16", "works", "on the CPU, in software if it has no bf16 instructions")
+        if cupy := installed_cupy():
+            detail = f"{', '.join(cupy)} is installed, but there is no device to use it on; the CPU has other kernels"
+            yield Finding("device kernels", "falls back", detail)
         return
     yield Finding("accelerators", "works", f"{len(machine.devices)} x {machine.devices[0].name}")
     if all(device.has_bf16 for device in machine.devices):
@@ -112,15 +116,18 @@ def _accelerators(machine: Machine) -> Iterator[Finding]:
 def _device_kernels() -> Finding:
     import torch
 
+    from zeroaccel.ops.cupy_kernels import KernelError, open_cupy
     from zeroaccel.ops.device_kernels import compile_kernels
-    from zeroaccel.ops.nvrtc import KernelError
 
+    begun = time.perf_counter()
     try:
         compile_kernels(torch.device("cuda", 0))
     except KernelError as error:
-        detail = f"torch operations replace them, with several times the memory traffic: {error}"
-        return Finding("device kernels", "falls back", detail, "pip install 'zeroaccel[cuda]'")
-    return Finding("device kernels", "works", "compiled by NVRTC")
+        detail = f"torch operations replace them, with several times the memory traffic: {error.reason}"
+        return Finding("device kernels", "falls back", detail, error.fix)
+    return Finding(
+        "device kernels", "works", f"by CuPy {open_cupy().__version__}, in {time.perf_counter() - begun:.1f} s"
+    )
 
 
 def _device_settings(environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -301,7 +308,10 @@ def _show(finding: Finding) -> None:
         click.echo(f"{'':<24} {'':<10} -> {finding.fix}")
 
 
-_PACKAGES = ("torch", "numba", "numpy", "pydantic", "safetensors", "transformers", "accelerate", "peft", "trl")
+_PACKAGES = (
+    *("torch", "numba", "numpy", "cupy-cuda12x", "cupy-cuda13x", "pydantic", "safetensors"),
+    *("transformers", "accelerate", "peft", "trl"),
+)
 _SETTINGS = ("ZEROACCEL_", "ACCELERATE_", "NCCL_", "GLOO_", "OMP_", "CUDA_", "TORCH_", "PYTORCH_")
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 

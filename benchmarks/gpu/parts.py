@@ -98,6 +98,7 @@ def machine(run: Run) -> None:
 
 def start(run: Run) -> None:
     """The first minutes: time of each start phase and of the first steps, and the devices in use."""
+    from zeroaccel.ops.cupy_kernels import KernelError, open_cupy
     from zeroaccel.ops.device_kernels import compile_kernels
 
     begun = time.perf_counter()
@@ -114,8 +115,15 @@ def start(run: Run) -> None:
     torch.cuda.set_device(device)
     torch.zeros(1, device=device)
     passed("a context")
-    compile_kernels(device)
-    passed("NVRTC, and loading the kernels")
+    try:
+        open_cupy()
+        passed("importing CuPy")
+        compile_kernels(device)
+        passed("kernels, compiled or from CuPy's cache")
+        run.add("kernels from CuPy's cache, in a new process", _seconds_from_cache(), "s")
+    except KernelError as error:
+        run.skip("kernels", str(error))
+    begun = time.perf_counter()
     work = Workload("stage 3, both on host", run.size)
     passed("initialize")
     for name in ("first", "second", "third"):
@@ -130,6 +138,35 @@ def start(run: Run) -> None:
     else:
         run.add("devices with memory of this process", used, "of 1")
     work.close()
+
+
+def _seconds_from_cache() -> float:
+    """Returns the time in which a process that has imported CuPy gets the kernels that another one has compiled."""
+    program = (
+        "import time, torch\n"
+        "from zeroaccel.ops.cupy_kernels import open_cupy\n"
+        "from zeroaccel.ops.device_kernels import compile_kernels\n"
+        "device = torch.device('cuda', torch.cuda.device_count() - 1)\n"
+        "torch.zeros(1, device=device)\n"
+        "open_cupy()\n"
+        "begun = time.perf_counter()\n"
+        "compile_kernels(device)\n"
+        "print(time.perf_counter() - begun)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    return float(found.stdout.splitlines()[-1])
+
+
+def _host_microseconds(call: Callable[[], object], count: int = 200) -> float:
+    """Returns the host's time of one call, without waiting for the device; so few that its queue does not fill."""
+    call()
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    for _ in range(count):
+        call()
+    seconds = time.perf_counter() - begun
+    torch.cuda.synchronize()
+    return seconds / count * 1e6
 
 
 def _device() -> torch.device:
@@ -218,6 +255,15 @@ def kernels(run: Run) -> None:
     )
     norm = milliseconds(lambda: torch.linalg.vector_norm(grad, dtype=torch.float32))
     run.add("torch's norm, bf16", per * norm, "ms")
+    tiny = grad[:4096]
+    host = _host_microseconds(lambda: max_abs_into(tiny, largest))
+    run.add("host time of a launch with 4 arguments", host, "us")
+    optimizer = Adam([master[:4096].clone()])
+    group = optimizer.param_groups[0]
+    host = _host_microseconds(
+        lambda: optimizer.step_shard(group, group["params"][0], tiny, grad_scale=control, out=out[:4096])
+    )
+    run.add("host time of an AdamW step, a launch with 20 arguments", host, "us")
     total = torch.zeros(numel, device="cuda")
     for codec, name in ((INT8, "int8"), (INT4, "int4")):
         code = torch.empty(codec.nbytes(numel), dtype=torch.uint8, device="cuda")

@@ -18,10 +18,11 @@ from tests.cuda_model.modelled_ranks import modelled_rank  # first: it loads the
 
 import torch  # isort: skip
 
+from tests.cuda_model.fake_cupy import FakeCupy
 from tests.cuda_model.network_size import Size
 from tests.cuda_model.replacements import Replacements
 from tests.cuda_model.stream_model import StreamModel
-from zeroaccel.ops import device_kernels
+from zeroaccel.ops import cupy_kernels
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 _PLANS = ("stage 2", "stage 3", "stage 2, optimizer on host", "stage 3, both on host")  # models that parts name
@@ -48,7 +49,9 @@ def run_part(name: str) -> dict[str, Any]:
             replacements.set(two_ranks, "SIZE", _SIZE)
             replacements.set(two_ranks, "STEPS", 1)
             replacements.set(two_ranks, "EXACT", {key: two_ranks.EXACT[key] for key in _EXACT})
-            replacements.set(device_kernels, "compile_kernels", lambda device: None)
+            replacements.set(cupy_kernels, "installed_cupy", lambda: ["cupy-cuda12x"])
+            replacements.set(torch.version, "cuda", "12.9")
+            sys.modules["cupy"] = FakeCupy()  # type: ignore[assignment]
             for attribute, value in _queries().items():
                 replacements.set(torch.cuda, attribute, value)
             replacements.set(
@@ -60,11 +63,13 @@ def run_part(name: str) -> dict[str, Any]:
                 _train_smallest(replacements)
             else:
                 replacements.set(parts, "milliseconds", _once)
+                replacements.set(parts, "_seconds_from_cache", lambda: 0.0)  # in a process without the stand-in
                 parts.PARTS[name](run)
     except Exception:
         error = traceback.format_exc()
     finally:
         replacements.undo()
+        sys.modules.pop("cupy", None)
         del sys.path[:2]
     return {"figures": figures, "findings": dict(model.findings), "error": error}
 
@@ -85,6 +90,7 @@ def _train_smallest(replacements: Replacements) -> None:
 def _queries() -> dict[str, Any]:
     """Returns device queries that the model lacks."""
     return {
+        "get_device_capability": lambda device=None: (8, 0),
         "nccl": SimpleNamespace(version=lambda: (2, 28, 0)),
         "memory_stats": lambda device=None: defaultdict(int),
         "empty_cache": lambda: None,

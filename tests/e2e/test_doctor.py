@@ -7,11 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.cuda_model.fake_cupy import FakeCupy
 from tests.support.job import JobResult, run_command
 from zeroaccel.cli import doctor
 from zeroaccel.cli.machine import Device, Machine
 from zeroaccel.offload import page_locked
+from zeroaccel.ops import cupy_kernels, device_kernels
+from zeroaccel.ops.cupy_kernels import KernelError
 
 SCRIPT = """
 import sys
@@ -104,6 +108,27 @@ def test_memory_that_cannot_be_locked_is_found(trouble: str, verdict: str, monke
     assert f"{trouble}" in locked.detail
     assert "`ulimit -l` is" in locked.detail
     assert bool(locked.fix) == bool(trouble)
+
+
+@pytest.mark.parametrize("has_device", [True, False])
+def test_a_row_names_the_kernels(has_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(device: torch.device) -> None:
+        raise KernelError("CuPy is not installed", "pip install 'zeroaccel[cuda13]'")
+
+    monkeypatch.setattr(page_locked, "lock_trouble", lambda nbytes: "")
+    monkeypatch.setattr(device_kernels, "compile_kernels", fail)
+    monkeypatch.setattr(cupy_kernels, "installed_cupy", lambda: ["cupy-cuda12x"])
+    rows = {one.feature: one for one in doctor._accelerators(Machine(devices=(GPU,) if has_device else ()))}
+    row = rows["device kernels"]
+    assert row.verdict == "falls back"
+    if has_device:
+        assert row.detail.endswith("several times the memory traffic: CuPy is not installed")
+        assert row.fix == "pip install 'zeroaccel[cuda13]'"
+        monkeypatch.setattr(device_kernels, "compile_kernels", lambda device: None)
+        monkeypatch.setattr(cupy_kernels, "open_cupy", FakeCupy)
+        assert doctor._device_kernels().detail.startswith(f"by CuPy {FakeCupy.__version__}, in 0.")
+    else:
+        assert row.detail.startswith("cupy-cuda12x is installed, but there is no device")
 
 
 @pytest.mark.parametrize(

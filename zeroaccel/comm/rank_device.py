@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections import defaultdict
 from collections.abc import Mapping
@@ -15,7 +16,6 @@ import torch
 
 from zeroaccel.errors import ConfigError
 from zeroaccel.logs import log_once
-from zeroaccel.ops.nvrtc import old_driver
 
 CPU = torch.device("cpu")
 NOT_TRAINED_ON = "train on the CPU, or with torch's own FSDP on this accelerator: zeroaccel only supports CUDA devices"
@@ -45,6 +45,23 @@ class DeviceKind(NamedTuple):
 
 
 ACCELERATOR = DeviceKind("cuda", "nccl")
+
+
+def old_driver() -> str:
+    """Returns a message if the driver is too old for this torch, so that CUDA finds no device; otherwise ""."""
+    number = ctypes.c_int()
+    try:
+        status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):  # no driver
+        return ""
+    newest = number.value // 1000, number.value % 1000 // 10
+    # Within a major version of CUDA, an older driver supports a newer torch.
+    if status or newest[0] >= int((torch.version.cuda or "0").split(".")[0]):
+        return ""
+    return (
+        f"this machine's NVIDIA driver supports CUDA {newest[0]}.{newest[1]}; this torch needs a driver for CUDA"
+        f" {torch.version.cuda}: update the driver, or install a torch for the CUDA that nvidia-smi shows"
+    )
 
 
 class DeviceIdentity(NamedTuple):

@@ -2,8 +2,9 @@
 //
 // `device_kernels.py` compiles this file at run time and launches the kernels. The optimizers' kernels have the names
 // of the host's loops in `updates.py`. All kernels give the same bits as the host's loops: the same operations in the
-// same order, each with one rounding. So every float operation is an intrinsic that rounds to nearest, which a compiler
-// may not contract into an FMA. The sign and payload of a NaN may differ.
+// same order, each with one rounding. So every float64 operation is an intrinsic that rounds to nearest, which a
+// compiler may not contract into an FMA, and every float32 operation is an instruction of the section "float32". The
+// sign and payload of a NaN may differ.
 //
 // A thread block has THREADS threads. `kind` is the dtype of an array: 0 float32, 1 bfloat16, 2 float16. `control` may
 // be null: then the kernel multiplies gradients by `factor`, and the update applies.
@@ -28,6 +29,65 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
+// ---- float32 ----
+//
+// CuPy adds `-ftz=true` after the options that it gets, and NVRTC follows the last one. Operators, intrinsics,
+// comparisons and conversions of float32 would then replace subnormal numbers by zeros, unlike the host. Only
+// instructions written as PTX do not depend on options. Bits become floats by PTX, too: from a cleared sign bit the
+// compiler makes an absolute value, which flushes. The tests' `cuda_on_host.h` has these functions for the host.
+
+#ifdef __CUDACC_RTC__
+#define ROUNDED(name, instruction)                                                 \
+    __device__ __forceinline__ float name(float a, float b) {                      \
+        float result;                                                              \
+        asm(instruction " %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));           \
+        return result;                                                             \
+    }
+
+ROUNDED(add_rn, "add.rn.f32")
+ROUNDED(sub_rn, "sub.rn.f32")
+ROUNDED(mul_rn, "mul.rn.f32")
+ROUNDED(div_rn, "div.rn.f32")
+
+__device__ __forceinline__ float sqrt_rn(float value) {
+    float root;
+    asm("sqrt.rn.f32 %0, %1;" : "=f"(root) : "f"(value));
+    return root;
+}
+
+__device__ __forceinline__ float float_of_bits(u32 bits) {
+    float value;
+    asm("mov.b32 %0, %1;" : "=f"(value) : "r"(bits));
+    return value;
+}
+
+__device__ __forceinline__ u32 bits_of_float(float value) {
+    u32 bits;
+    asm("mov.b32 %0, %1;" : "=r"(bits) : "f"(value));
+    return bits;
+}
+
+__device__ __forceinline__ double widen(float value) {
+    double wide;
+    asm("cvt.f64.f32 %0, %1;" : "=d"(wide) : "f"(value));
+    return wide;
+}
+
+__device__ __forceinline__ float narrow_rn(double value) {
+    float narrow;
+    asm("cvt.rn.f32.f64 %0, %1;" : "=f"(narrow) : "d"(value));
+    return narrow;
+}
+
+__device__ __forceinline__ bool is_less(float a, float b) {
+    u32 less;
+    asm("set.lt.u32.f32 %0, %1, %2;" : "=r"(less) : "f"(a), "f"(b));
+    return less;
+}
+#endif
+
+__device__ __forceinline__ bool is_zero(float value) { return !(bits_of_float(value) & 0x7fffffffu); }
+
 // ---- number formats ----
 
 __device__ __forceinline__ u32 load_raw(const void* array, i64 index, int kind) {
@@ -45,7 +105,7 @@ __device__ __forceinline__ void load_items(const void* array, i64 first, i64 num
 
 __device__ __forceinline__ u32 float16_to_bits(u32 half) {
     u32 magnitude = half & 0x7fffu, sign = (half & 0x8000u) << 16;
-    u32 subnormal = __float_as_uint(__fmul_rn((float)magnitude, __uint_as_float(0x33800000u)));  // 2**-24
+    u32 subnormal = bits_of_float(mul_rn((float)magnitude, float_of_bits(0x33800000u)));  // 2**-24
     u32 normal = (magnitude << 13) + (magnitude < 0x7c00u ? (127u - 15u) << 23 : (255u - 31u) << 23);
     return sign | (magnitude < 0x0400u ? subnormal : normal);
 }
@@ -55,7 +115,7 @@ __device__ __forceinline__ u32 bits_of_raw(u32 raw, int kind) {
     return kind == FLOAT32 ? raw : kind == BFLOAT16 ? raw << 16 : float16_to_bits(raw);
 }
 
-__device__ __forceinline__ float number_of(u32 raw, int kind) { return __uint_as_float(bits_of_raw(raw, kind)); }
+__device__ __forceinline__ float number_of(u32 raw, int kind) { return float_of_bits(bits_of_raw(raw, kind)); }
 
 __device__ __forceinline__ u16 encode_bfloat16(u32 bits) {
     u32 quiet_nan = (bits >> 16) | 0x40u, number = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
@@ -66,14 +126,14 @@ __device__ __forceinline__ u16 encode_float16(u32 bits) {
     u32 magnitude = bits & 0x7fffffffu, sign = (bits >> 16) & 0x8000u;
     u32 normal = (magnitude + 0x0fffu + ((magnitude >> 13) & 1u) - ((127u - 15u) << 23)) >> 13;
     // In [0.5, 1) a float32's last place is 2**-24, as in a subnormal float16, so the addition rounds.
-    u32 subnormal = __float_as_uint(__fadd_rn(__uint_as_float(magnitude), 0.5f)) - 0x3f000000u;
+    u32 subnormal = bits_of_float(add_rn(float_of_bits(magnitude), 0.5f)) - 0x3f000000u;
     u32 number = magnitude < (127u - 14u) << 23 ? subnormal : normal;
     u32 beyond = magnitude > INFINITY_BITS ? 0x7e00u : 0x7c00u;
     return (u16)(sign | (magnitude >= (127u + 16u) << 23 ? beyond : number));
 }
 
 __device__ __forceinline__ void store(void* array, i64 index, float value, int kind) {
-    u32 bits = __float_as_uint(value);
+    u32 bits = bits_of_float(value);
     if (kind == FLOAT32) {
         ((u32*)array)[index] = bits;
     } else {
@@ -88,14 +148,14 @@ __device__ __forceinline__ void store_out(void* out, i64 index, float value, int
 // ---- stochastic rounding and 8-bit blocks: the notes of that name in `updates.py` ----
 
 __device__ __forceinline__ u32 random_bits(float weight, float moment, u32 key) {
-    u32 seed = __float_as_uint(weight) ^ (__float_as_uint(moment) * 0x9e3779b9u) ^ key;
+    u32 seed = bits_of_float(weight) ^ (bits_of_float(moment) * 0x9e3779b9u) ^ key;
     seed = (seed ^ (seed >> 16)) * 0x7feb352du;
     seed = (seed ^ (seed >> 15)) * 0x846ca68bu;
     return seed ^ (seed >> 16);
 }
 
 __device__ __forceinline__ void store_moment(void* array, i64 index, float value, u32 random, int kind) {
-    u32 bits = __float_as_uint(value);
+    u32 bits = bits_of_float(value);
     if (kind == FLOAT32) {
         ((u32*)array)[index] = bits;
     } else {
@@ -123,41 +183,41 @@ __device__ __forceinline__ u32 lowest_of(u32 exponent, u32 reach) {
 
 __device__ __forceinline__ float decode_magnitude(u32 code, u32 lowest) {
     u32 steps = code << 20;
-    if (code >= 8u) return __uint_as_float(steps + (lowest - 0x800000u));
-    return __fsub_rn(__uint_as_float(lowest + steps), __uint_as_float(lowest));
+    if (code >= 8u) return float_of_bits(steps + (lowest - 0x800000u));
+    return sub_rn(float_of_bits(lowest + steps), float_of_bits(lowest));
 }
 
 __device__ __forceinline__ u32 encode_magnitude(u32 bits, u32 lowest, u32 random) {
-    u32 small = __float_as_uint(__fadd_rn(__uint_as_float(bits), __uint_as_float(lowest))) - lowest;
+    u32 small = bits_of_float(add_rn(float_of_bits(bits), float_of_bits(lowest))) - lowest;
     u32 steps = bits < lowest ? small : bits - (lowest - 0x800000u);
     return (steps + ((random & 0xffffu) << 4)) >> 20;
 }
 
 __device__ __forceinline__ float decode_signed(u32 code, u32 exponent) {
     u32 lowest = lowest_of(exponent, 15u);
-    if (lowest == 0xffffffffu) return __uint_as_float(NAN_BITS);
-    return __uint_as_float(__float_as_uint(decode_magnitude(code & 0x7fu, lowest)) | ((code & 0x80u) << 24));
+    if (lowest == 0xffffffffu) return float_of_bits(NAN_BITS);
+    return float_of_bits(bits_of_float(decode_magnitude(code & 0x7fu, lowest)) | ((code & 0x80u) << 24));
 }
 
 __device__ __forceinline__ float decode_unsigned(u32 code, u32 exponent) {
     u32 lowest = lowest_of(exponent, 31u);
-    return lowest == 0xffffffffu ? __uint_as_float(NAN_BITS) : decode_magnitude(code, lowest);
+    return lowest == 0xffffffffu ? float_of_bits(NAN_BITS) : decode_magnitude(code, lowest);
 }
 
 // Returns the exponent byte of the warp's block.
 __device__ __forceinline__ u32 block_exponent(float value) {
-    u32 exponent = (warp_max(__float_as_uint(value) & 0x7fffffffu) + 0xfffffu) >> 23;
+    u32 exponent = (warp_max(bits_of_float(value) & 0x7fffffffu) + 0xfffffu) >> 23;
     return exponent >= 254u ? 255u : exponent < 40u ? 40u : exponent;
 }
 
 __device__ __forceinline__ u8 encode_signed(float value, u32 exponent, u32 random) {
-    u32 bits = __float_as_uint(value), lowest = lowest_of(exponent, 15u);
+    u32 bits = bits_of_float(value), lowest = lowest_of(exponent, 15u);
     u32 code = encode_magnitude(bits & 0x7fffffffu, lowest, random);
     return lowest == 0xffffffffu ? 0 : (u8)((code & 0x7fu) | ((bits >> 24) & 0x80u));
 }
 
 __device__ __forceinline__ u8 encode_unsigned(float value, u32 exponent, u32 random) {
-    u32 bits = __float_as_uint(value), lowest = lowest_of(exponent, 31u);
+    u32 bits = bits_of_float(value), lowest = lowest_of(exponent, 31u);
     u32 code = encode_magnitude(bits, lowest, random);
     if (code == 0u && bits > 0u) code = 1u;
     return lowest == 0xffffffffu ? 0 : (u8)code;
@@ -172,7 +232,7 @@ __device__ __forceinline__ u8 encode_unsigned(float value, u32 exponent, u32 ran
 __device__ __forceinline__ bool applies(const float* control, float* factor) {
     if (!control) return true;
     *factor = control[0];
-    return control[1] != 0.0f;
+    return is_less(0.0f, control[1]);
 }
 
 __device__ __forceinline__ i64 first_item() { return (i64)blockIdx.x * (THREADS * ITEMS) + threadIdx.x; }
@@ -182,11 +242,11 @@ struct Adam {
 
     // Advances x, m and v by the scaled gradient plus the L2 term.
     __device__ __forceinline__ void step(float* x, float* m, float* v, float scaled) const {
-        float d = __fadd_rn(scaled, __fmul_rn(l2, *x));
-        *m = __fadd_rn(*m, __fmul_rn(weight1, __fsub_rn(d, *m)));
-        *v = __fadd_rn(__fmul_rn(*v, beta2), __fmul_rn(__fmul_rn(weight2, d), d));
-        float below = __fadd_rn(__fmul_rn(__fsqrt_rn(*v), inverse_root), eps);
-        *x = __fadd_rn(__fmul_rn(*x, decay), __fdiv_rn(__fmul_rn(negative_step, *m), below));
+        float d = add_rn(scaled, mul_rn(l2, *x));
+        *m = add_rn(*m, mul_rn(weight1, sub_rn(d, *m)));
+        *v = add_rn(mul_rn(*v, beta2), mul_rn(mul_rn(weight2, d), d));
+        float below = add_rn(mul_rn(sqrt_rn(*v), inverse_root), eps);
+        *x = add_rn(mul_rn(*x, decay), div_rn(mul_rn(negative_step, *m), below));
     }
 };
 
@@ -204,9 +264,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) adam(
     load_items(grad, first, numel, grad_kind, gs);
 #pragma unroll
     for (int k = 0; k < ITEMS; ++k) {
-        float x = __uint_as_float(xs[k]), m = number_of(ms[k], moment_kind), v = number_of(vs[k], moment_kind);
+        float x = float_of_bits(xs[k]), m = number_of(ms[k], moment_kind), v = number_of(vs[k], moment_kind);
         float before = x;
-        rule.step(&x, &m, &v, __fmul_rn(number_of(gs[k], grad_kind), factor));
+        rule.step(&x, &m, &v, mul_rn(number_of(gs[k], grad_kind), factor));
         u32 random = random_bits(before, m, key);
         i64 i = first + k * THREADS;
         __syncwarp();
@@ -244,9 +304,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) adam_blocks(
 #pragma unroll
     for (int k = 0; k < ITEMS; ++k) {
         i64 i = first + k * THREADS;
-        float x = __uint_as_float(xs[k]), before = x;
+        float x = float_of_bits(xs[k]), before = x;
         float m = decode_signed(m_codes[k], m_exponents[k]), v = decode_unsigned(v_codes[k], v_exponents[k]);
-        rule.step(&x, &m, &v, __fmul_rn(number_of(gs[k], grad_kind), factor));
+        rule.step(&x, &m, &v, mul_rn(number_of(gs[k], grad_kind), factor));
         // All lanes of a warp take part in the maximum; lanes beyond the end contribute zeros.
         u32 m_exponent = block_exponent(i < numel ? m : 0.0f), v_exponent = block_exponent(i < numel ? v : 0.0f);
         if (i < numel) {
@@ -275,13 +335,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) lion(
     load_items(grad, first, numel, grad_kind, gs);
 #pragma unroll
     for (int k = 0; k < ITEMS; ++k) {
-        float x = __uint_as_float(xs[k]), m = number_of(ms[k], moment_kind);
-        float d = __fmul_rn(number_of(gs[k], grad_kind), factor);
-        float c = __fadd_rn(__fmul_rn(beta1, m), __fmul_rn(weight1, d));
-        m = __fadd_rn(__fmul_rn(beta2, m), __fmul_rn(weight2, d));
+        float x = float_of_bits(xs[k]), m = number_of(ms[k], moment_kind);
+        float d = mul_rn(number_of(gs[k], grad_kind), factor);
+        float c = add_rn(mul_rn(beta1, m), mul_rn(weight1, d));
+        m = add_rn(mul_rn(beta2, m), mul_rn(weight2, d));
         u32 random = random_bits(x, m, key);
-        float direction = c > 0.0f ? 1.0f : c < 0.0f ? -1.0f : c;
-        x = __fadd_rn(__fmul_rn(x, decay), __fmul_rn(negative_lr, direction));
+        float direction = is_less(0.0f, c) ? 1.0f : is_less(c, 0.0f) ? -1.0f : c;
+        x = add_rn(mul_rn(x, decay), mul_rn(negative_lr, direction));
         i64 i = first + k * THREADS;
         __syncwarp();
         if (i < numel) {
@@ -303,11 +363,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) adagrad(
     load_items(grad, first, numel, grad_kind, gs);
 #pragma unroll
     for (int k = 0; k < ITEMS; ++k) {
-        float x = __uint_as_float(xs[k]);
-        float d = __fadd_rn(__fmul_rn(number_of(gs[k], grad_kind), factor), __fmul_rn(l2, x));
-        float s = __fadd_rn(number_of(ss[k], moment_kind), __fmul_rn(d, d));
+        float x = float_of_bits(xs[k]);
+        float d = add_rn(mul_rn(number_of(gs[k], grad_kind), factor), mul_rn(l2, x));
+        float s = add_rn(number_of(ss[k], moment_kind), mul_rn(d, d));
         u32 random = random_bits(x, s, key);
-        x = __fadd_rn(x, __fdiv_rn(__fmul_rn(negative_lr, d), __fadd_rn(__fsqrt_rn(s), eps)));
+        x = add_rn(x, div_rn(mul_rn(negative_lr, d), add_rn(sqrt_rn(s), eps)));
         i64 i = first + k * THREADS;
         __syncwarp();
         if (i < numel) {
@@ -333,16 +393,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) rmsprop(
     load_items(grad, first, numel, grad_kind, gs);
 #pragma unroll
     for (int k = 0; k < ITEMS; ++k) {
-        float x = __uint_as_float(xs[k]);
-        float d = __fadd_rn(__fmul_rn(number_of(gs[k], grad_kind), factor), __fmul_rn(l2, x));
-        float s = __fadd_rn(__fmul_rn(__uint_as_float(ss[k]), alpha), __fmul_rn(__fmul_rn(weight, d), d));
-        float a = __uint_as_float(as[k]);
-        a = __fadd_rn(a, __fmul_rn(weight, __fsub_rn(d, a)));
-        float c = grad_avg ? __fsub_rn(s, __fmul_rn(a, a)) : s;
-        if (grad_avg && c < 0.0f) c = 0.0f;
-        d = __fdiv_rn(d, __fadd_rn(__fsqrt_rn(c), eps));
-        if (momentum_buffer) d = __fadd_rn(__fmul_rn(momentum, __uint_as_float(bs[k])), d);
-        x = __fadd_rn(x, __fmul_rn(negative_lr, d));
+        float x = float_of_bits(xs[k]);
+        float d = add_rn(mul_rn(number_of(gs[k], grad_kind), factor), mul_rn(l2, x));
+        float s = add_rn(mul_rn(float_of_bits(ss[k]), alpha), mul_rn(mul_rn(weight, d), d));
+        float a = float_of_bits(as[k]);
+        a = add_rn(a, mul_rn(weight, sub_rn(d, a)));
+        float c = grad_avg ? sub_rn(s, mul_rn(a, a)) : s;
+        if (grad_avg && is_less(c, 0.0f)) c = 0.0f;
+        d = div_rn(d, add_rn(sqrt_rn(c), eps));
+        if (momentum_buffer) d = add_rn(mul_rn(momentum, float_of_bits(bs[k])), d);
+        x = add_rn(x, mul_rn(negative_lr, d));
         i64 i = first + k * THREADS;
         __syncwarp();
         if (i < numel) {
@@ -368,11 +428,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) sgd(
     load_items(grad, first, numel, grad_kind, gs);
 #pragma unroll
     for (int k = 0; k < ITEMS; ++k) {
-        float x = __uint_as_float(xs[k]);
-        float d = __fadd_rn(__fmul_rn(number_of(gs[k], grad_kind), factor), __fmul_rn(l2, x));
-        float b = __fadd_rn(__fmul_rn(momentum, __uint_as_float(bs[k])), __fmul_rn(weight, d));
-        if (momentum_buffer) d = __fadd_rn(__fmul_rn(grad_weight, d), __fmul_rn(buffer_weight, b));
-        x = __fadd_rn(x, __fmul_rn(negative_lr, d));
+        float x = float_of_bits(xs[k]);
+        float d = add_rn(mul_rn(number_of(gs[k], grad_kind), factor), mul_rn(l2, x));
+        float b = add_rn(mul_rn(momentum, float_of_bits(bs[k])), mul_rn(weight, d));
+        if (momentum_buffer) d = add_rn(mul_rn(grad_weight, d), mul_rn(buffer_weight, b));
+        x = add_rn(x, mul_rn(negative_lr, d));
         i64 i = first + k * THREADS;
         __syncwarp();
         if (i < numel) {
@@ -407,7 +467,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) adam_many(
     for (int k = 0; k < ITEMS; ++k) {
         i64 i = first + k * THREADS;
         if (i < numel) {
-            rule.step(master + i, m + i, v + i, __fmul_rn(number_of(load_raw(grad, i, grad_kind), grad_kind), factor));
+            rule.step(master + i, m + i, v + i, mul_rn(number_of(load_raw(grad, i, grad_kind), grad_kind), factor));
             store_out(outs.at[blockIdx.y], i, master[i], out_kind);
         }
     }
@@ -441,16 +501,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) lamb_moments(
     for (int k = 0; k < ITEMS; ++k) {
         i64 i = first + k * THREADS;
         if (i < numel) {
-            float d = __fmul_rn(number_of(load_raw(grads.at[blockIdx.y], i, grad_kind), grad_kind), factor);
-            float x = master[i], a = __fadd_rn(__fmul_rn(m[i], beta1), __fmul_rn(d, weight1));
-            float b = __fadd_rn(__fmul_rn(v[i], beta2), __fmul_rn(__fmul_rn(d, d), weight2));
-            float below = eps_inside ? __fsqrt_rn(__fadd_rn(b, eps)) : __fadd_rn(__fsqrt_rn(b), eps);
-            float u = __fadd_rn(__fdiv_rn(a, below), __fmul_rn(x, decay));
+            float d = mul_rn(number_of(load_raw(grads.at[blockIdx.y], i, grad_kind), grad_kind), factor);
+            float x = master[i], a = add_rn(mul_rn(m[i], beta1), mul_rn(d, weight1));
+            float b = add_rn(mul_rn(v[i], beta2), mul_rn(mul_rn(d, d), weight2));
+            float below = eps_inside ? sqrt_rn(add_rn(b, eps)) : add_rn(sqrt_rn(b), eps);
+            float u = add_rn(div_rn(a, below), mul_rn(x, decay));
             m[i] = a;
             v[i] = b;
             update[i] = u;
-            weights = __dadd_rn(weights, __dmul_rn((double)x, (double)x));
-            steps = __dadd_rn(steps, __dmul_rn((double)u, (double)u));
+            weights = __dadd_rn(weights, __dmul_rn(widen(x), widen(x)));
+            steps = __dadd_rn(steps, __dmul_rn(widen(u), widen(u)));
         }
     }
     weights = block_sum(weights);
@@ -467,16 +527,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) lamb_apply(
     Tensors masters, Tensors updates, Tensors outs, Numels numels, const float* norms, float step_size,
     float least_ratio, float most_ratio, int out_kind) {
     float weights = norms[blockIdx.y], steps = norms[gridDim.y + blockIdx.y];
-    float ratio = __fdiv_rn(weights, steps);
-    ratio = ratio < least_ratio ? least_ratio : ratio > most_ratio ? most_ratio : ratio;
-    if (weights == 0.0f || steps == 0.0f) ratio = 1.0f;
-    float rate = __fmul_rn(ratio, step_size), *master = (float*)masters.at[blockIdx.y];
+    float ratio = div_rn(weights, steps);
+    ratio = is_less(ratio, least_ratio) ? least_ratio : is_less(most_ratio, ratio) ? most_ratio : ratio;
+    if (is_zero(weights) || is_zero(steps)) ratio = 1.0f;
+    float rate = mul_rn(ratio, step_size), *master = (float*)masters.at[blockIdx.y];
     const float* update = (const float*)updates.at[blockIdx.y];
     i64 first = first_item(), numel = numels.of[blockIdx.y];
     for (int k = 0; k < ITEMS; ++k) {
         i64 i = first + k * THREADS;
         if (i < numel) {
-            float x = __fsub_rn(master[i], __fmul_rn(update[i], rate));
+            float x = sub_rn(master[i], mul_rn(update[i], rate));
             master[i] = x;
             store_out(outs.at[blockIdx.y], i, x, out_kind);
         }
@@ -491,10 +551,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) muon_momentum(
     for (int k = 0; k < ITEMS; ++k) {
         i64 i = first + k * THREADS;
         if (i < numel) {
-            float d = __fmul_rn(number_of(load_raw(grads.at[blockIdx.y], i, grad_kind), grad_kind), factor);
-            float own = __fmul_rn(d, weight), b = __fadd_rn(__fmul_rn(buffer[i], momentum), own);
+            float d = mul_rn(number_of(load_raw(grads.at[blockIdx.y], i, grad_kind), grad_kind), factor);
+            float own = mul_rn(d, weight), b = add_rn(mul_rn(buffer[i], momentum), own);
             buffer[i] = b;
-            store(updates.at[blockIdx.y], i, nesterov ? __fadd_rn(__fmul_rn(b, momentum), own) : b, update_kind);
+            store(updates.at[blockIdx.y], i, nesterov ? add_rn(mul_rn(b, momentum), own) : b, update_kind);
         }
     }
 }
@@ -508,7 +568,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) muon_apply(
         i64 i = first + k * THREADS;
         if (i < numel) {
             float step = number_of(load_raw(directions.at[blockIdx.y], i, direction_kind), direction_kind);
-            float x = __fsub_rn(__fmul_rn(master[i], decay), __fmul_rn(step, rate));
+            float x = sub_rn(mul_rn(master[i], decay), mul_rn(step, rate));
             master[i] = x;
             store_out(outs.at[blockIdx.y], i, x, out_kind);
         }
@@ -617,7 +677,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) square_sums(
 
 extern "C" __global__ void write_facts(const int* largest, i64 history, i64 settings, int stop, double* facts) {
     u32 top = (u32)*largest;
-    facts[0] = top >= INFINITY_BITS ? double_of(0x7ff0000000000000ull) : (double)__uint_as_float(top);
+    facts[0] = top >= INFINITY_BITS ? double_of(0x7ff0000000000000ull) : widen(float_of_bits(top));
     facts[1] = (double)history;
     facts[2] = -(double)history;
     facts[3] = (double)settings;
@@ -626,7 +686,7 @@ extern "C" __global__ void write_facts(const int* largest, i64 history, i64 sett
 }
 
 extern "C" __global__ void largest_of_facts(const double* facts, int* largest) {
-    *largest = (int)__float_as_uint(__double2float_rn(facts[0]));
+    *largest = (int)bits_of_float(narrow_rn(facts[0]));
 }
 
 // `sums` is null without a norm.
@@ -651,7 +711,7 @@ extern "C" __global__ void finalize(
         clip = ratio < 1.0 ? ratio : 1.0;  // 1 for NaN too: without a norm there is no clipping
     }
     if (grad_factor < clip) clip = grad_factor;
-    control[0] = __double2float_rn(__ddiv_rn(clip, scale));
+    control[0] = narrow_rn(__ddiv_rn(clip, scale));
     control[1] = same_history && same_settings && (finite || !skip_overflow) ? 1.0f : 0.0f;
     summary[0] = finite ? 1.0 : 0.0;
     summary[1] = norm;
@@ -663,9 +723,9 @@ extern "C" __global__ void finalize(
 // ---- codes: the format of `comm/quantized.py`; a warp processes a block, blockIdx.y is the row ----
 
 // Returns, in the low bits, a float32 below 2**22 rounded to an integer, ties to even, in two's complement.
-__device__ __forceinline__ u32 to_integer(float value) { return __float_as_uint(__fadd_rn(value, 12582912.0f)); }
+__device__ __forceinline__ u32 to_integer(float value) { return bits_of_float(add_rn(value, 12582912.0f)); }
 
-__device__ __forceinline__ bool is_nan(float value) { return (__float_as_uint(value) & 0x7fffffffu) > INFINITY_BITS; }
+__device__ __forceinline__ bool is_nan(float value) { return (bits_of_float(value) & 0x7fffffffu) > INFINITY_BITS; }
 
 __device__ __forceinline__ int warp_index() { return blockIdx.x * WARPS + threadIdx.x / 32; }
 
@@ -676,18 +736,18 @@ __device__ __forceinline__ int bits_of_levels(int levels) { return levels == LEV
 
 // Encodes a float32 that rounds to at most 448; rounds to nearest, ties to even.
 __device__ __forceinline__ u8 encode_e4m3(float value) {
-    u32 bits = __float_as_uint(value), magnitude = bits & 0x7fffffffu;
+    u32 bits = bits_of_float(value), magnitude = bits & 0x7fffffffu;
     u32 normal = (magnitude + 0x7ffffu + ((magnitude >> 20) & 1u) - ((127u - 7u) << 23)) >> 20;
     // In [2**14, 2**15) a float32's last place is 2**-9, as in a subnormal e4m3, so the addition rounds.
-    u32 subnormal = __float_as_uint(__fadd_rn(__uint_as_float(magnitude), 16384.0f)) - ((127u + 14u) << 23);
+    u32 subnormal = bits_of_float(add_rn(float_of_bits(magnitude), 16384.0f)) - ((127u + 14u) << 23);
     return (u8)((magnitude < (127u - 6u) << 23 ? subnormal : normal) | ((bits >> 24) & 0x80u));
 }
 
 __device__ __forceinline__ float decode_e4m3(u32 code) {
     u32 magnitude = code & 0x7fu, sign = (code & 0x80u) << 24;
-    u32 subnormal = __float_as_uint(__fmul_rn((float)magnitude, __uint_as_float(0x3b000000u)));  // 2**-9
+    u32 subnormal = bits_of_float(mul_rn((float)magnitude, float_of_bits(0x3b000000u)));  // 2**-9
     u32 normal = magnitude == 0x7fu ? NAN_BITS : (magnitude << 20) + ((127u - 7u) << 23);
-    return __uint_as_float(sign | (magnitude < 8u ? subnormal : normal));
+    return float_of_bits(sign | (magnitude < 8u ? subnormal : normal));
 }
 
 // Decodes a code, which is a byte or half a byte, to its number.
@@ -723,25 +783,25 @@ extern "C" __global__ void __launch_bounds__(THREADS) encode(
         largest = bits_of > largest ? bits_of : largest;
     }
     largest = warp_max(largest);
-    float scale = __fdiv_rn(__uint_as_float(largest), (float)levels);
-    scale = scale < __uint_as_float(SCALE_FLOOR_BITS) ? __uint_as_float(SCALE_FLOOR_BITS) : scale;
-    scale = __uint_as_float(__float_as_uint(scale) & 0xffffff80u); // 17 bits, as in `kernels._block_scale`
+    float scale = div_rn(float_of_bits(largest), (float)levels);
+    scale = is_less(scale, float_of_bits(SCALE_FLOOR_BITS)) ? float_of_bits(SCALE_FLOOR_BITS) : scale;
+    scale = float_of_bits(bits_of_float(scale) & 0xffffff80u); // 17 bits, as in `kernels._block_scale`
     bool finite = largest < INFINITY_BITS;
-    if (!finite) scale = __uint_as_float(NAN_BITS);
+    if (!finite) scale = float_of_bits(NAN_BITS);
     if (lane == 0) ((float*)code)[index] = scale;
-    float inverse = __fdiv_rn(1.0f, scale);
+    float inverse = div_rn(1.0f, scale);
     if (bits == 8) {
         for (int i = lane; i < size; i += 32) {
-            float scaled = __fmul_rn(number_of(load_raw(values, first + i, kind), kind), inverse);
+            float scaled = mul_rn(number_of(load_raw(values, first + i, kind), kind), inverse);
             u8 number = levels == LEVELS_OF_E4M3 ? encode_e4m3(scaled) : (u8)to_integer(scaled);
             numbers[i] = finite ? number : 0;
         }
     } else {
         int half = (size + 1) / 2;
         for (int i = lane; i < half; i += 32) {
-            u32 low = to_integer(__fmul_rn(number_of(load_raw(values, first + i, kind), kind), inverse)) & 15u, high = 0;
+            u32 low = to_integer(mul_rn(number_of(load_raw(values, first + i, kind), kind), inverse)) & 15u, high = 0;
             if (i + half < size) {
-                high = to_integer(__fmul_rn(number_of(load_raw(values, first + half + i, kind), kind), inverse)) << 4;
+                high = to_integer(mul_rn(number_of(load_raw(values, first + half + i, kind), kind), inverse)) << 4;
             }
             numbers[i] = finite ? (u8)(low | high) : 0;
         }
@@ -756,7 +816,7 @@ __device__ __forceinline__ void store_four(void* array, i64 first, const float (
     if (kind == FLOAT32) {
         Words words;
 #pragma unroll
-        for (int k = 0; k < 4; ++k) words.at[k] = __float_as_uint(values[k]);
+        for (int k = 0; k < 4; ++k) words.at[k] = bits_of_float(values[k]);
         *(Words*)((u32*)array + first) = words;
         return;
     }
@@ -780,9 +840,9 @@ __device__ __forceinline__ void decode_word(
     float values[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-        values[k] = __fmul_rn(number_of_byte(word >> 8 * k & 0xffu, levels, upper), scale);
+        values[k] = mul_rn(number_of_byte(word >> 8 * k & 0xffu, levels, upper), scale);
         if (is_nan(scale)) values[k] = scale;
-        if (adds) values[k] = __fadd_rn(__uint_as_float(before.at[k]), values[k]);
+        if (adds) values[k] = add_rn(float_of_bits(before.at[k]), values[k]);
     }
     store_four(out, first, values, kind);
 }
@@ -808,9 +868,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode(
         return;
     }
     for (int i = lane; i < size; i += 32) {
-        float value = __fmul_rn(number_at(numbers, i, size, levels), scale);
+        float value = mul_rn(number_at(numbers, i, size, levels), scale);
         if (is_nan(scale)) value = scale;
-        if (adds) value = __fadd_rn(((const float*)out)[first + i], value);
+        if (adds) value = add_rn(((const float*)out)[first + i], value);
         store(out, first + i, value, kind);
     }
 }
@@ -836,9 +896,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) sum_codes(
             } else {
                 const u8* code = codes + ((i64)rank * rows + row) * code_nbytes;
                 const u8* numbers = code + 4 * blocks + start * bits / 8;
-                value = __fmul_rn(number_at(numbers, i, size, levels), ((const float*)code)[index]);
+                value = mul_rn(number_at(numbers, i, size, levels), ((const float*)code)[index]);
             }
-            total = __fadd_rn(total, value);
+            total = add_rn(total, value);
         }
         totals[row * numel + start + i] = total;
     }
@@ -869,7 +929,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_levels(
         float values[4];
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-            values[k] = __fmul_rn(table[word >> (8 * k + 4 * upper) & 15u], __uint_as_float(size));
+            values[k] = mul_rn(table[word >> (8 * k + 4 * upper) & 15u], float_of_bits(size));
         }
         i64 at = first + upper * half;
         if (takes_four(out, at, kind)) {

@@ -1,28 +1,27 @@
 """The kernels of `device_kernels.cu` on a CUDA device: compiled once per process, launched on torch's current stream.
 
-The rest of the package gets them from `kernels_for`; if it returns None, callers use torch operations with the same
-bits. `DeviceKernels.launch` launches all kernels; its arguments list the tensors that they read and write.
+The rest of the package gets them from `kernels_for`; if it returns None, as it does without CuPy, callers use torch
+operations with the same bits. `DeviceKernels.launch` launches all kernels; its arguments list the tensors that they
+read and write.
 
 A launch allocates no memory and does not wait for the device.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import re
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from zeroaccel.logs import log_once
-from zeroaccel.ops.kernel_cache import cached_image
-from zeroaccel.ops.nvrtc import DriverModule, KernelError, open_nvrtc
+from zeroaccel.ops.cupy_kernels import KernelError, KernelModule, open_cupy
 
 SOURCE = Path(__file__).with_suffix(".cu")
 """The CUDA source of all kernels."""
@@ -39,10 +38,7 @@ _ITEMS = 4  # elements per thread of an update: ITEMS in the source
 _WARPS = _THREADS // 32
 _MAX_BLOCKS = 1024  # maximum for a reduction, each of whose blocks ends in an atomic operation on one word
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_C_TYPES: Mapping[type[np.generic], Any] = {
-    **{np.float32: ctypes.c_float, np.float64: ctypes.c_double},
-    **{np.int32: ctypes.c_int32, np.uint32: ctypes.c_uint32, np.int64: ctypes.c_int64},
-}
+_STRUCTURE = np.dtype(("V", 8 * MANY))  # `Tensors` or `Numels` in the source
 
 
 def kernel_names(source: str) -> list[str]:
@@ -59,7 +55,7 @@ class KernelRunner(Protocol):
     """Runs compiled kernels."""
 
     def run(self, name: str, grid: tuple[int, int], threads: int, arguments: Sequence[object]) -> None:
-        """See `nvrtc.DriverModule.run`."""
+        """See `cupy_kernels.KernelModule.run`."""
 
 
 class DeviceKernels:
@@ -91,7 +87,7 @@ class DeviceKernels:
             blocks: number of thread blocks in x.
             rows: number of thread blocks in y.
         """
-        self._runner.run(name, (blocks, rows), _THREADS, [_c_value(argument) for argument in arguments])
+        self._runner.run(name, (blocks, rows), _THREADS, [_value(argument) for argument in arguments])
 
     # -- updates
 
@@ -286,17 +282,22 @@ class DeviceKernels:
             self.launch("sum_codes", arguments, reads=[codes, values, order], writes=[totals], blocks=blocks, rows=rows)
 
 
-def _c_value(argument: Argument) -> object:
-    if argument is None:
-        return ctypes.c_void_p(0)
+def _value(argument: Argument) -> np.generic | np.ndarray[Any, Any] | None:
+    """Returns what CuPy passes to a kernel: a numpy scalar, or an array of one element by value; None for null."""
+    if argument is None or isinstance(argument, np.generic):
+        return argument
     if isinstance(argument, Tensor):
-        assert argument.is_contiguous(), f"a kernel needs contiguous memory, got strides {argument.stride()}"
-        return ctypes.c_void_p(argument.data_ptr())
-    if isinstance(argument, np.generic):
-        return _C_TYPES[type(argument)](argument.item())
-    if isinstance(argument[0], int):
-        return (ctypes.c_int64 * MANY)(*cast(Sequence[int], argument))
-    return (ctypes.c_void_p * MANY)(*(cast(Any, _c_value(cast(Argument, each))).value for each in argument))
+        return np.uint64(_address(argument))
+    words = np.zeros(MANY, np.uint64)
+    words[: len(argument)] = [each if isinstance(each, int) else _address(each) for each in argument]
+    return words.view(_STRUCTURE)
+
+
+def _address(tensor: Tensor | None) -> int:
+    if tensor is None:
+        return 0
+    assert tensor.is_contiguous(), f"a kernel needs contiguous memory, got strides {tensor.stride()}"
+    return tensor.data_ptr()
 
 
 def update_blocks(numels: Sequence[int]) -> int:
@@ -347,31 +348,28 @@ def kernels_for(device: torch.device) -> DeviceKernels | None:
 
 
 def compile_kernels(device: torch.device) -> DeviceKernels:
-    """Compiles the kernels for a CUDA device with an index, or reads them from the user's cache, and loads them.
+    """Compiles the kernels for a CUDA device with an index, or reads them from CuPy's cache, and loads them.
 
     Raises:
-        KernelError: the compiler or the driver is missing, or fails.
+        KernelError: CuPy, its compiler or the driver is missing, or fails.
     """
     if torch.version.hip:
         raise KernelError("the kernels need CUDA, and this torch is built for ROCm")
     if torch.version.cuda is None:
         raise KernelError("this torch is built without CUDA")
-    nvrtc = open_nvrtc()
     try:
-        capability = torch.cuda.get_device_capability(device)
+        torch.cuda.get_device_capability(device)
     except RuntimeError as error:  # no driver, or one that fails
         raise KernelError(str(error).partition("\n")[0]) from error
-    target = nvrtc.target(capability)
+    cupy = open_cupy()
     source = SOURCE.read_text(encoding="utf-8")
-    key = [source, target, *nvrtc.facts()]
-    image = cached_image(key, lambda: nvrtc.compile(source, SOURCE.name, target))
-    return DeviceKernels(DriverModule(image, device, kernel_names(source)))
+    return DeviceKernels(KernelModule(cupy, source, device, kernel_names(source)))
 
 
 def _compile(device: torch.device) -> DeviceKernels | None:
     try:
         return compile_kernels(device)
-    except (KernelError, OSError) as error:
+    except KernelError as error:
         log_once(
             logging.WARNING,
             f"{device}: zeroaccel's kernels are not available; updates, norms and codes run as torch operations, with"

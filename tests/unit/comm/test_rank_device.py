@@ -25,7 +25,6 @@ from zeroaccel.comm.rank_device import (
 )
 from zeroaccel.comm.topology import Topology, connect, destroy, init_process_group
 from zeroaccel.errors import ConfigError
-from zeroaccel.ops import nvrtc
 
 
 @dataclass
@@ -198,7 +197,9 @@ def test_a_driver_too_old_for_devices_is_named(
 
     machine(0)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    monkeypatch.setattr(nvrtc.ctypes, "CDLL", lambda name: SimpleNamespace(cuDriverGetVersion=version))
+    monkeypatch.setattr(
+        "zeroaccel.comm.rank_device.ctypes.CDLL", lambda name: SimpleNamespace(cuDriverGetVersion=version)
+    )
     with log_lines() as lines:
         assert init_process_group().device == torch.device("cpu")
         destroy()

@@ -252,7 +252,7 @@ COMMAND = "from zeroaccel.cli.main import main; main({!r}.split(), standalone_mo
 @pytest.mark.parametrize(
     ("statement", "untouched"),
     [
-        ("import zeroaccel", "torch"),
+        ("import zeroaccel", "torch cupy"),
         ("import zeroaccel.config", "torch"),
         (COMMAND.format("--help"), "torch pydantic zeroaccel.cli.launch.launch_command"),
         (COMMAND.format("--version"), "torch pydantic zeroaccel.cli.launch.launch_command"),

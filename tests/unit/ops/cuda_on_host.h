@@ -150,16 +150,18 @@ template <class To, class From> static inline To same_bits(From value) {
     return result;
 }
 
-static inline unsigned __float_as_uint(float value) { return same_bits<unsigned>(value); }
-static inline float __uint_as_float(unsigned bits) { return same_bits<float>(bits); }
+static inline unsigned bits_of_float(float value) { return same_bits<unsigned>(value); }
+static inline float float_of_bits(unsigned bits) { return same_bits<float>(bits); }
 static inline double __longlong_as_double(long long bits) { return same_bits<double>(bits); }
 static inline long long __double_as_longlong(double value) { return same_bits<long long>(value); }
-static inline float __double2float_rn(double value) { return (float)value; }
-static inline float __fadd_rn(float a, float b) { return a + b; }
-static inline float __fsub_rn(float a, float b) { return a - b; }
-static inline float __fmul_rn(float a, float b) { return a * b; }
-static inline float __fdiv_rn(float a, float b) { return a / b; }
-static inline float __fsqrt_rn(float a) { return std::sqrt(a); }
+static inline float narrow_rn(double value) { return (float)value; }
+static inline double widen(float value) { return value; }
+static inline bool is_less(float a, float b) { return a < b; }
+static inline float add_rn(float a, float b) { return a + b; }
+static inline float sub_rn(float a, float b) { return a - b; }
+static inline float mul_rn(float a, float b) { return a * b; }
+static inline float div_rn(float a, float b) { return a / b; }
+static inline float sqrt_rn(float a) { return std::sqrt(a); }
 static inline double __dadd_rn(double a, double b) { return a + b; }
 static inline double __dsub_rn(double a, double b) { return a - b; }
 static inline double __dmul_rn(double a, double b) { return a * b; }

@@ -1,6 +1,6 @@
 """The CUDA source of the kernels, compiled unchanged as C++ for the host, where the threads run in turn.
 
-`HostRunner` takes the place of `nvrtc.DriverModule`, so that `DeviceKernels` works on tensors in host memory.
+`HostRunner` takes the place of `cupy_kernels.KernelModule`, so that `DeviceKernels` works on tensors in host memory.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tests.cuda_model.fake_cupy import FakeCupy, Function, Launch, addresses
 from zeroaccel.ops.device_kernels import SOURCE, DeviceKernels, kernel_names
-from zeroaccel.ops.nvrtc import argument_addresses
 
 _SHIM = Path(__file__).with_name("cuda_on_host.h")
-_DRIVER = Path(__file__).with_name("driver_on_host.h")
 # No contraction, as on the device; -fwrapv, since integers of the codes are meant to wrap.
 _OPTIONS = ("-std=c++17", "-O2", "-ffp-contract=off", "-fwrapv", "-shared", "-fPIC", "-Wno-unknown-pragmas", "-w")
 
@@ -36,16 +36,24 @@ class HostRunner:
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
+        self._cupy = FakeCupy(functools.partial(run_on_host, library))
         self._lock = threading.Lock()
         self.launched: list[str] = []
 
     def run(self, name: str, grid: tuple[int, int], threads: int, arguments: Sequence[object]) -> None:
-        """Runs a kernel as `nvrtc.DriverModule.run` does, and returns when it has ended."""
+        """Runs a kernel as `cupy_kernels.KernelModule.run` does, and returns when it has ended."""
         with self._lock:
             self.launched.append(name)
-            known = self._library.launch(name.encode(), *grid, threads, argument_addresses(arguments))
-        assert known, f"there is no kernel {name}"
+            Function(self._cupy, name)(grid, (threads,), arguments, 0, SimpleNamespace(ptr=0))
+
+
+def run_on_host(library: ctypes.CDLL, launch: Launch) -> None:
+    """Runs a kernel of a library of `host_library`."""
+    assert launch.grid[2] == launch.block[1] == launch.block[2] == 1, f"{launch.name} has more dimensions than sources"
+    places, memory = addresses(launch.values)
+    known = library.launch(launch.name.encode(), *launch.grid[:2], launch.block[0], places)
+    assert known, f"there is no kernel {launch.name}"
+    del memory
 
 
 def host_kernels(architecture: int = 800) -> DeviceKernels:
@@ -55,7 +63,7 @@ def host_kernels(architecture: int = 800) -> DeviceKernels:
 
 @functools.cache
 def host_library(architecture: int) -> ctypes.CDLL:
-    """Returns the library of compiled kernels, with the functions of a driver that runs them."""
+    """Returns the library of compiled kernels; its function `launch` runs them."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("no C++ compiler (g++ or clang++) to compile the kernels for the host with")
@@ -68,7 +76,7 @@ def host_library(architecture: int) -> ctypes.CDLL:
         )
         source = folder / "kernels.cpp"
         source.write_text(
-            f'#define __CUDA_ARCH__ {architecture}\n#include "{_SHIM}"\n#include "{SOURCE}"\n#include "{_DRIVER}"\n'
+            f'#define __CUDA_ARCH__ {architecture}\n#include "{_SHIM}"\n#include "{SOURCE}"\n'
             'extern "C" int launch(const char* name, int blocks, int rows, int threads, void** arguments) {\n'
             f"{calls}\n    return 0;\n}}\n"
         )

@@ -1,0 +1,177 @@
+"""Compiles, caches, loads and launches CUDA source by CuPy: the only use of CuPy in zeroaccel.
+
+`cupy.RawModule` calls NVIDIA's run-time compiler, keeps the machine code in a folder of the user and loads it into the
+context that torch uses. Its functions launch on torch's stream, of which they get the pointer, with pointers and
+scalars as numpy values. An own binding of compiler and driver would have to follow every version of CUDA. torch's
+wrapper (`torch.cuda._compile_kernel`) is private, needs the headers of an installed toolkit, and passes integers as 32
+bits and floats as doubles. CuPy owns no memory, stream or tensor here, and has no part in updates on the CPU, where it
+cannot run.
+
+A CuPy package is built for one major version of CUDA, that of torch. It is optional, and imported when the first kernel
+on a CUDA device is wanted. `device_kernels.py` has the kernels, and does without them if this module raises.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterable, Sequence
+from importlib.metadata import distributions
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
+"""Options of the compiler. CuPy adds others; `device_kernels.cu` says what follows for float32."""
+
+_OWN_CACHE = "set CUPY_CACHE_DIR to a folder that only you can write to"
+
+
+class KernelError(RuntimeError):
+    """Kernels cannot be compiled, loaded or launched.
+
+    Attributes:
+        reason: the fault, with its place.
+        fix: the remedy; empty if there is none.
+    """
+
+    def __init__(self, reason: str, fix: str = "") -> None:
+        super().__init__(f"{reason}; {fix}" if fix else reason)
+        self.reason = reason
+        self.fix = fix
+
+
+def open_cupy() -> Any:
+    """Imports CuPy for the CUDA of torch.
+
+    Raises:
+        KernelError: there is none, it is built for another CUDA, or it cannot start.
+    """
+    installed = installed_cupy()
+    if not installed:
+        raise KernelError("CuPy is not installed", _install())
+    folder = _cache_folder()
+    _check_cache(folder)
+    try:
+        cupy = importlib.import_module("cupy")
+    except Exception as error:
+        fix = f"pip uninstall {' '.join(installed)}, then {_install()}"
+        raise KernelError(f"CuPy cannot be imported: {_last_line(error)}", fix) from error
+    built = cupy.cuda.runtime.runtimeGetVersion() // 1000
+    if built != int(_cuda_major()):
+        raise KernelError(
+            f"CuPy {cupy.__version__} is built for CUDA {built}, torch for CUDA {torch.version.cuda}",
+            f"pip uninstall {' '.join(installed)}, then {_install()}",
+        )
+    return cupy
+
+
+def installed_cupy() -> list[str]:
+    """Returns the names of installed packages that contain CuPy, without importing it."""
+    names = {distribution.metadata["Name"] or "" for distribution in distributions()}
+    return sorted(name for name in names if name == "cupy" or name.startswith("cupy-"))
+
+
+def _install() -> str:
+    major = _cuda_major()
+    return f"pip install 'zeroaccel[cuda{major}]'" if major in ("12", "13") else f"pip install cupy-cuda{major}x"
+
+
+def _cuda_major() -> str:
+    return (torch.version.cuda or "0").partition(".")[0]
+
+
+def _last_line(error: Exception) -> str:
+    """Returns the cause of an error whose message may be framed by lines of "="."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip(" =")]
+    return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache"))
+
+
+def _check_cache(folder: Path) -> None:
+    """Raises an error if CuPy could not keep kernels in its folder, or if others could change them.
+
+    This user's processes execute the files. CuPy makes the folder when it is imported, with the rights of the umask.
+    """
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        status = folder.stat()
+    except OSError as error:
+        raise KernelError(f"CuPy's folder of compiled kernels, {folder}: {error.strerror}", _OWN_CACHE) from error
+    if status.st_uid != os.getuid():
+        wrong = f"belongs to user {status.st_uid}, and you are user {os.getuid()}"
+    elif status.st_mode & 0o002:
+        wrong = "can be changed by every user of this machine"
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        wrong = "cannot be written"
+    else:
+        return
+    raise KernelError(f"CuPy's folder of compiled kernels, {folder}, {wrong}", _OWN_CACHE)
+
+
+class KernelModule:
+    """Kernels loaded on a device, in torch's context.
+
+    Args:
+        cupy: the module.
+        source: CUDA source.
+        device: a CUDA device with an index, which torch has initialized.
+        names: names of the kernels.
+
+    Raises:
+        KernelError: the source does not compile, or the driver cannot load it.
+    """
+
+    def __init__(self, cupy: Any, source: str, device: torch.device, names: Iterable[str]) -> None:
+        self._device = device
+        try:
+            with torch.cuda.device(device):
+                module = cupy.RawModule(code=source, options=OPTIONS, backend="nvrtc")
+                # All at once, because the driver loads a kernel at its first use, which may synchronize the device.
+                self._functions = {name: module.get_function(name).kernel for name in names}
+        except Exception as error:  # of CuPy's compiler, its cache, the driver or the run-time library
+            raise KernelError(f"CuPy {cupy.__version__} on {device}: {_text(error)}", _fix_of(error)) from error
+
+    def run(self, name: str, grid: tuple[int, int], threads: int, arguments: Sequence[object]) -> None:
+        """Launches a kernel on torch's current stream of the device, asynchronously.
+
+        Args:
+            grid: number of blocks in x and y.
+            threads: number of threads per block.
+            arguments: numpy values in the kernel's order; None for a null pointer.
+
+        Raises:
+            KernelError: the launch failed, possibly because of an earlier error on the device.
+        """
+        stream = SimpleNamespace(ptr=torch.cuda.current_stream(self._device).cuda_stream)
+        function = self._functions[name]
+        try:
+            # A launch uses the context of the thread's device, which differs in a thread that has not chosen one.
+            if torch.cuda.current_device() == self._device.index:
+                function(grid, (threads,), arguments, 0, stream)
+            else:
+                with torch.cuda.device(self._device):
+                    function(grid, (threads,), arguments, 0, stream)
+        except RuntimeError as error:
+            raise KernelError(f"{name} on {self._device}: {_text(error)}") from error
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip()}"
+
+
+def _fix_of(error: Exception) -> str:
+    """Returns the remedy for an error of CuPy, by its words: its classes differ between versions."""
+    text = _text(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        return _OWN_CACHE
+    if "libnvrtc" in text:
+        return f"CuPy finds no compiler: pip install 'cupy-cuda{_cuda_major()}x[ctk]'"
+    if any(word in text for word in ("InsufficientDriver", "UNSUPPORTED_PTX", "NO_BINARY", "SYSTEM_DRIVER")):
+        return f"the driver is too old for CUDA {torch.version.cuda}: update it"
+    return ""
