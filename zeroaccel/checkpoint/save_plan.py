@@ -21,6 +21,7 @@ from zeroaccel.checkpoint.plain_codec import encode
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import CheckpointError, UsageError
 from zeroaccel.logs import log_once
+from zeroaccel.ops.shard_step import ShardOptimizer
 from zeroaccel.optim.optimizer_copy import element_states
 from zeroaccel.zero.access.safetensors_file import dtype_name
 from zeroaccel.zero.layout import FlatRange, Slot, whole_of
@@ -263,8 +264,10 @@ def saved_nbytes(holdings: EngineState) -> int:
         for piece in buffer.masters.pieces:
             kind = piece.group, tuple(min(size, _TRIED_SIZE) for size in piece.shape)
             if kind not in sizes:
-                states = element_states(holdings.optimizer.optimizer, *kind)
-                sizes[kind] = sum(dtype.itemsize for dtype in states.values())
+                inner = holdings.optimizer.optimizer
+                blocks = inner.moments if isinstance(inner, ShardOptimizer) and inner.moments_dtype == "int8" else ()
+                states = element_states(inner, *kind)  # saved as numbers per element: 8-bit blocks as bfloat16
+                sizes[kind] = sum(2 if name in blocks else dtype.itemsize for name, dtype in states.items())
             total += (piece.range & buffer.own).numel * sizes[kind]
     return total
 

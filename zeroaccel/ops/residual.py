@@ -11,7 +11,9 @@ restore every float32 except a NaN, of which they restore the sign and the upper
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,8 @@ from zeroaccel.ops.number_formats import Array, bits_of, compiled, float_of, inl
 
 _BYTES = 16  # bytes of ties that one test covers: their 128 elements rarely contain a tie
 _TIE = 0x8000  # the low 17 bits of a number half way with an even upper half
+_TILE_NUMEL = 1 << 16  # joined values at a time: 256 KiB stay in a core's cache from `join` to `split`
+_scratch = threading.local()
 
 
 def ties_nbytes(numel: int) -> int:
@@ -60,6 +64,52 @@ def split(values: Tensor, residuals: Tensor, ties: Tensor, first: int = 0) -> No
     numel = values.numel()
     # If the first element's bit is within a byte of `ties`, spans would share bytes.
     launch("split", numel, bind, reads=[values, ties], writes=[residuals, ties], divisible=first % 8 == 0)
+
+
+@dataclass(frozen=True)
+class SplitMasters:
+    """Float32 masters in their parts, (L,), for an update that joins them tile by tile in the cache of its core.
+
+    Attributes:
+        weights, residuals, ties, first: see `join`; an update that divides them into spans needs `first` % 8 == 0.
+    """
+
+    weights: Tensor
+    residuals: Tensor
+    ties: Tensor
+    first: int = 0
+
+    def cut(self, part: slice) -> SplitMasters:
+        """Returns the masters of a part."""
+        return SplitMasters(self.weights[part], self.residuals[part], self.ties, self.first + part.start)
+
+    def bind(self, update: Callable[[Array, int, int], None]) -> Callable[[int, int], None]:
+        """Returns a function that joins the masters [start, stop), updates them, and splits them again.
+
+        Args:
+            update: (masters, start, stop) changes the masters [start, stop) in place. It may write their rounded values
+                over the weights.
+        """
+        w, r, t = [unowned_array(tensor) for tensor in (self.weights, self.residuals, self.ties)]
+
+        def work(start: int, stop: int) -> None:
+            memory = _tile()
+            for begin in range(start, stop, _TILE_NUMEL):
+                end = min(begin + _TILE_NUMEL, stop)
+                masters = memory[: end - begin]
+                _join(w[begin:end], r[begin:end], t, masters, self.first + begin)
+                update(masters, begin, end)
+                _split(masters, r[begin:end], t, self.first + begin)
+
+        return work
+
+
+def _tile() -> Array:
+    """Returns memory for one tile that belongs to the calling thread."""
+    memory: Array | None = getattr(_scratch, "memory", None)
+    if memory is None:
+        memory = _scratch.memory = np.empty(_TILE_NUMEL, np.float32)
+    return memory
 
 
 @compiled

@@ -23,6 +23,7 @@ from zeroaccel.ops.device_kernels import MANY, DeviceKernels, kernels_for
 from zeroaccel.ops.dispatch import array_of, launch
 from zeroaccel.ops.hybrid_update import HybridUpdate
 from zeroaccel.ops.number_formats import Array
+from zeroaccel.ops.residual import SplitMasters
 from zeroaccel.ops.updates import BLOCK_NUMEL
 
 Hyperparameters = dict[str, Any]
@@ -267,9 +268,20 @@ class ShardOptimizer(NativeOptimizer):
 
     @torch.no_grad()
     def step_shard(
-        self, group: Hyperparameters, param: Tensor, grad: Tensor, *, grad_scale: float | Tensor, out: Tensor | None
+        self,
+        group: Hyperparameters,
+        param: Tensor,
+        grad: Tensor,
+        *,
+        grad_scale: float | Tensor,
+        out: Tensor | None,
+        parts: SplitMasters | None = None,
     ) -> None:
-        """See `ShardStep.step_shard`."""
+        """See `ShardStep.step_shard`.
+
+        Args:
+            parts: the masters in their parts, in host memory; `param` then has their shape and state, but no values.
+        """
         self._check(param, grad, out)
         control = grad_scale if isinstance(grad_scale, Tensor) else None
         if control is not None:
@@ -283,15 +295,15 @@ class ShardOptimizer(NativeOptimizer):
                 return
             control = None
         # Kernels need flat contiguous memory. For other tensors, `flats` has a copy, which is written back below.
-        written = [param, *buffers, out]
+        written = [None if parts is not None else param, *buffers, out]
         flats = [_flat(tensor) for tensor in written]
         factor = 1.0 if isinstance(grad_scale, Tensor) else grad_scale
         scalars = [v if isinstance(v, np.uint32) else np.float32(v) for v in (factor, *coefficients)]
         flat_grad = grad.detach().contiguous().view(-1)
         if param.device.type != "cpu":
             self._update_on_device(flats, flat_grad, scalars, control)
-        elif self.hybrid is None:
-            self._update_on_cpu(flats, flat_grad, scalars)
+        elif self.hybrid is None or parts is not None:
+            self._update_on_cpu(flats, flat_grad, scalars, parts)
         else:
             self._update_hybrid(self.hybrid, flats, flat_grad, scalars)
         for tensor, flat in zip(written, flats, strict=True):
@@ -324,21 +336,37 @@ class ShardOptimizer(NativeOptimizer):
         else:
             self._new_states.add(id(param))
 
-    def _update_on_cpu(self, written: Sequence[Tensor | None], grad: Tensor, scalars: Sequence[np.generic]) -> None:
+    def _update_on_cpu(
+        self,
+        written: Sequence[Tensor | None],
+        grad: Tensor,
+        scalars: Sequence[np.generic],
+        parts: SplitMasters | None = None,
+    ) -> None:
         kernel = type(self).block_kernel if self._in_blocks(written) else type(self).kernel
         assert kernel is not None, f"{type(self).__name__} has no kernel for moments in blocks"
         numel = grad.numel()
 
         def bind() -> Callable[[int, int], None]:
-            *state, out = [None if flat is None else array_of(flat) for flat in written]
-            arrays = [*state, array_of(grad), out]
-            return lambda start, stop: kernel(
-                *[None if array is None else _span(array, numel, start, stop) for array in arrays], *scalars
-            )
+            master, *states, out = [None if flat is None else array_of(flat) for flat in written]
+            arrays = [*states, array_of(grad), out]
+
+            def update(x: Array, start: int, stop: int) -> None:
+                others = [None if array is None else _span(array, numel, start, stop) for array in arrays]
+                kernel(x, *others, *scalars)
+
+            if parts is not None:
+                return parts.bind(update)
+            assert master is not None, "a master in memory, or its parts"
+            return lambda start, stop: update(master[start:stop], start, stop)
 
         *state, out = written
         states = [flat for flat in state if flat is not None]
-        launch("update", numel, bind, reads=[*states, grad], writes=states if out is None else [*states, out])
+        reads = [*states, grad]
+        if parts is not None:
+            states += [parts.residuals, parts.ties]
+            reads += [parts.weights, parts.residuals, parts.ties]
+        launch("update", numel, bind, reads=reads, writes=states if out is None else [*states, out])
 
     def _update_hybrid(
         self, hybrid: HybridUpdate, written: Sequence[Tensor | None], grad: Tensor, scalars: Sequence[np.generic]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -226,13 +227,16 @@ class ShardedOptimizer:
             groups: hyperparameters by param group.
         """
         with span("update", buffer.key):
-            for pieces in buffer.masters.chunks(following):
+            for pieces in buffer.masters.update_chunks(following):
                 if isinstance(self.optimizer, ShardStep):
                     # One pass over memory per piece: the optimizer's own kernel unscales, updates and rounds.
                     for piece in pieces:
                         own, part = groups[piece.group], grad[piece.range]
+                        step: Callable[..., None] = self.optimizer.step_shard
+                        if piece.parts is not None:
+                            step = partial(step, parts=piece.parts)
                         with self._rounded(piece, out) as rounded:
-                            self.optimizer.step_shard(own, piece.param, part, grad_scale=grad_scale, out=rounded)
+                            step(own, piece.param, part, grad_scale=grad_scale, out=rounded)
                 else:
                     assert isinstance(grad_scale, float), "a foreign optimizer takes no control tensor"
                     self._step_generic(pieces, grad, grad_scale, out)

@@ -29,6 +29,7 @@ from zeroaccel.checkpoint.save import OVERWRITTEN
 from zeroaccel.checkpoint.save_plan import saved_nbytes
 from zeroaccel.errors import ConfigError
 from zeroaccel.logs import logger
+from zeroaccel.ops.elementwise import Adam
 from zeroaccel.ops.tensorwise import Lamb
 from zeroaccel.zero import (
     GatheredParameters,
@@ -218,6 +219,7 @@ def rooms(stage: int, optimizer: str, folder: Path) -> tuple[int, int]:
     model[1].requires_grad_(False)
     model[1].bfloat16()
     classes: dict[str, Any] = {"adamw": partial(torch.optim.AdamW, amsgrad=True), "sgd": torch.optim.SGD, "lamb": Lamb}
+    classes["int8"] = partial(Adam, moments_dtype="int8")
     engine, optimizer_ = accelerator.prepare(model, classes[optimizer](model[0].parameters(), lr=0.1))
     expected = saved_nbytes(engine.checkpointer.state())
     accelerator.backward(engine(torch.ones(2, 64)).float().square().mean())
@@ -229,7 +231,7 @@ def rooms(stage: int, optimizer: str, folder: Path) -> tuple[int, int]:
     return expected, file.stat().st_size
 
 
-@pytest.mark.parametrize(("stage", "optimizer"), [(0, "sgd"), (1, "adamw"), (3, "lamb")])
+@pytest.mark.parametrize(("stage", "optimizer"), [(0, "sgd"), (1, "adamw"), (3, "lamb"), (2, "int8")])
 def test_the_size_of_a_state_is_known_before_the_first_step(
     ranks: Ranks, tmp_path: Path, stage: int, optimizer: str
 ) -> None:

@@ -99,8 +99,6 @@ def draw(rng: random.Random, world_size: int) -> dict[str, Any]:
                 "max_in_cpu": rng.choice([0, 3000, 10**9]),
             }
     offload = rng.choice(["none", "cpu", "nvme"])
-    if offload == "nvme" and top["optimizer"] is OPTIMIZERS["int8 moments"]:
-        offload = "cpu"  # files are refused here
     if offload != "none":
         moved["offload_optimizer"] = {
             "device": offload,

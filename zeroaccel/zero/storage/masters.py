@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroaccel.offload.host_buffers import empty_on_host
+from zeroaccel.ops.residual import SplitMasters
 from zeroaccel.ops.shard_step import ShardOptimizer
 from zeroaccel.ops.updates import BLOCK_NUMEL
 from zeroaccel.optim.optimizer_copy import renew_state
@@ -38,12 +39,14 @@ class MasterPiece:
         group: index of the param group.
         shape: (range.numel,) for an elementwise rule, the parameter's shape for a rule that needs full tensors.
         param: fp32 leaf of that shape, a view of the masters; a NaN stand-in while they are not in memory.
+        parts: the masters in their parts, inside `update_chunks` of masters that an update joins itself; else None.
     """
 
     range: FlatRange
     group: int
     shape: tuple[int, ...]
     param: nn.Parameter = field(init=False)
+    parts: SplitMasters | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.param = nn.Parameter(stand_in(self.shape))
@@ -206,6 +209,10 @@ class MasterStorage(ABC):
     def as_weights(self, dtype: torch.dtype) -> Tensor | None:
         """Returns the masters, (range.numel,), if they are in memory and have this dtype; else None."""
         return None
+
+    def update_chunks(self, following: MasterStorage | None = None) -> Iterator[Sequence[MasterPiece]]:
+        """Yields the pieces of `chunks` for `step_shard`, which takes masters in parts too (`MasterPiece.parts`)."""
+        return self.chunks(following)
 
     # -- methods on top of the interface
 

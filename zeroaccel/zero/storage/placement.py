@@ -50,6 +50,7 @@ from zeroaccel.zero.storage.swapped_masters import (
     RESIDUAL_SUB_GROUP_NUMEL,
     SUB_GROUP_NUMEL,
     ResidualMasters,
+    StateFormat,
     StateSwapper,
     SubGroup,
     SwappedMasters,
@@ -57,6 +58,7 @@ from zeroaccel.zero.storage.swapped_masters import (
     fp32_nbytes,
     pack_sub_groups,
     residual_nbytes,
+    state_formats,
 )
 
 SHARD_STORAGES: dict[str, Callable[[ShardPlace], ShardStorage]] = {
@@ -263,7 +265,6 @@ class TierSet:
             if rules.splits_masters:
                 _check_one_memory(rules, device)
             if rules.optimizer == "nvme" or rules.splits_masters:
-                _check_one_number_per_element(optimizer, rules)
                 self._plan_states([plan for plan in plans if plan.trainable], optimizer, states_of)
         if rules.param != "device":
             self._plan_shards([plan for plan in plans if not plan.persistent])
@@ -383,15 +384,21 @@ class TierSet:
     ) -> None:
         section, where = self._rules.optimizer_section, f"{self._rules.where}.offload_optimizer"
         name = type(optimizer).__name__
+        # A native kernel joins a tile of residual masters at a time; other optimizers need all of a sub-group joined.
+        cached = SUB_GROUP_NUMEL if isinstance(optimizer, ShardOptimizer) else RESIDUAL_SUB_GROUP_NUMEL
+
+        def formats_of(group: int, shape: tuple[int, ...]) -> Mapping[str, StateFormat]:
+            return state_formats(optimizer, states_of(group, shape))
+
         for plan in plans:
             nbytes_of = residual_nbytes if self._keeps_residuals(plan) else fp32_nbytes
             limit = self._rules.sub_group_numel
             starts = () if limit else {slot.start for slot in plan.layout.slots}  # 0: one parameter at a time
             if self._rules.optimizer != "nvme":  # residual masters in memory: the caches, not a disk, set the size
-                limit = min(limit or RESIDUAL_SUB_GROUP_NUMEL, RESIDUAL_SUB_GROUP_NUMEL)
+                limit = min(limit or cached, cached)
             if plan.layout.has_owners:
                 pieces = plan.pieces()
-                per_piece = [states_of(piece.group, piece.shape) for piece in pieces]
+                per_piece = [formats_of(piece.group, piece.shape) for piece in pieces]
                 most = 0 if starts else limit
                 self._sub_groups[plan.key] = pack_sub_groups(plan.key, pieces, per_piece, most, master_nbytes=nbytes_of)
                 continue
@@ -399,7 +406,7 @@ class TierSet:
             runs = plan.layout.group_runs(plan.param_groups, plan.rank)
             elementwise = {group for _, group in runs}  # other groups' rules may not support a flat tensor
             flat = [
-                states_of(group, (_TRIED_NUMEL,)) if group in elementwise else {}
+                formats_of(group, (_TRIED_NUMEL,)) if group in elementwise else {}
                 for group in range(len(optimizer.param_groups))
             ]
             self._sub_groups[plan.key] = cut_sub_groups(
@@ -411,7 +418,7 @@ class TierSet:
             if sizes:
                 self._plans["optimizer, host"] = _TierPlan(sizes, pinned)
             return
-        tensors = 1 + max((len(group.states) for group in groups), default=0)
+        tensors = 1 + max((sum(state.per == 1 for state in group.states.values()) for group in groups), default=0)
         if section.buffer_count < tensors:
             raise ConfigError(
                 f"{where}.buffer_count",
@@ -447,18 +454,6 @@ class TierSet:
 def _file_plan(where: str, path: str | None, sizes: Mapping[str, int], pinned: bool, budget_nbytes: int) -> _FilePlan:
     assert path is not None, f"{where}: no path"
     return _FilePlan(sizes, pinned, where, examine_folder(path, where), budget_nbytes)
-
-
-def _check_one_number_per_element(optimizer: Optimizer, rules: OffloadRules) -> None:
-    if getattr(optimizer, "moments_dtype", "fp32") == "int8":
-        in_files = f'{rules.where}.offload_optimizer.device "nvme"'
-        other = in_files if rules.optimizer == "nvme" else 'data_types.master_weights "residual"'
-        raise ConfigError(
-            "optimizer.params.moments_dtype",
-            expected=f'"fp32" or "bf16" with {other}',
-            got="int8",
-            fix='state buffers do not support 8-bit blocks: use "bf16", or remove the other key',
-        )
 
 
 def _check_one_memory(rules: OffloadRules, device: torch.device) -> None:

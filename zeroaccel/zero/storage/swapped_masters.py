@@ -6,6 +6,8 @@ state buffer, under one key of a tier, so that a step reads and writes sequentia
     [ master: L fp32                          | first state: L elements | second state | ... ]    SwappedMasters
     [ residuals: L int16 | ties: L bits | pad | first state: L elements | second state | ... ]    ResidualMasters
 
+Moments in 8-bit blocks are two states each: codes, and exponents with an element per block.
+
 While a sub-group is swapped out, NaN stand-ins of the same shapes replace its pieces and states, so that the
 optimizer's own dictionaries stay valid. State values that are not one number per element (a step count, factored
 moments, a preconditioner) stay in memory.
@@ -13,6 +15,7 @@ moments, a preconditioner) stay in memory.
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -28,7 +31,10 @@ from zeroaccel.errors import OffloadError, UsageError
 from zeroaccel.offload.host_buffers import empty_on_host
 from zeroaccel.offload.tier import Fetch, StoredElements, Tier
 from zeroaccel.ops.device_values import begin_together
-from zeroaccel.ops.residual import join, split, ties_nbytes
+from zeroaccel.ops.moments import decode, exponents_name, to_format
+from zeroaccel.ops.residual import SplitMasters, join, split, ties_nbytes
+from zeroaccel.ops.shard_step import ShardOptimizer
+from zeroaccel.ops.updates import BLOCK_NUMEL
 from zeroaccel.telemetry.timeline import span
 from zeroaccel.zero.layout import ALIGN_NUMEL, FlatRange, round_up
 from zeroaccel.zero.storage.masters import MasterPiece, MasterPlace, MasterStorage, make_states, stand_in
@@ -39,7 +45,8 @@ SUB_GROUP_NUMEL = 1 << 23
 disk."""
 
 RESIDUAL_SUB_GROUP_NUMEL = 1 << 20
-"""The same maximum for residual masters in host memory: 4 MiB of joined masters stay in the cores' caches."""
+"""The same maximum for residual masters in host memory and optimizers without kernels: 4 MiB of joined masters stay in
+the cores' caches."""
 
 _GRAIN_NUMEL = 64  # sub-groups have a multiple of this size, so that each tensor of a state buffer starts a cache line
 _LINE_NBYTES = 64
@@ -55,6 +62,41 @@ def residual_nbytes(numel: int) -> int:
     return -(-(2 * numel + ties_nbytes(numel)) // _LINE_NBYTES) * _LINE_NBYTES
 
 
+@dataclass(frozen=True)
+class StateFormat:
+    """The format of a state in a state buffer.
+
+    Attributes:
+        dtype: dtype of its values.
+        per: number of masters per value: 1, or `BLOCK_NUMEL` for the exponents of 8-bit blocks.
+    """
+
+    dtype: torch.dtype
+    per: int = 1
+
+    def nbytes(self, numel: int) -> int:
+        """Returns the bytes of the state for `numel` masters, which fill cache lines."""
+        return round_up(-(-numel // self.per) * self.dtype.itemsize, _LINE_NBYTES)
+
+    def part(self, within: slice) -> slice:
+        """Returns the values of the masters `within`; a part starts at a block."""
+        return slice(within.start // self.per, -(-within.stop // self.per))
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape that the state has for a parameter of `shape`."""
+        return shape if self.per == 1 else (-(-math.prod(shape) // self.per),)
+
+
+def state_formats(optimizer: Optimizer, states: Mapping[str, torch.dtype]) -> dict[str, StateFormat]:
+    """Returns name -> format of states with one value per element, and of the exponents of those in 8-bit blocks."""
+    formats: dict[str, StateFormat] = {}
+    for name, dtype in states.items():
+        formats[name] = StateFormat(dtype)
+        if isinstance(optimizer, ShardOptimizer) and name in optimizer.moments and dtype is torch.uint8:
+            formats[exponents_name(name)] = StateFormat(torch.uint8, BLOCK_NUMEL)
+    return formats
+
+
 @dataclass(eq=False)
 class SubGroup:
     """A run of a buffer's shard; L is its `range.numel`.
@@ -62,14 +104,14 @@ class SubGroup:
     Attributes:
         key: key of its state buffer in the tier.
         pieces: its pieces, in order and without gaps.
-        states: name -> dtype of the states that its param groups keep per element.
+        states: name -> format of the states that its param groups keep.
         master_nbytes: bytes of the state buffer before the states.
         has_states: True once the state buffer contains states: before the first step there are none.
     """
 
     key: str
     pieces: tuple[MasterPiece, ...]
-    states: Mapping[str, torch.dtype]
+    states: Mapping[str, StateFormat]
     master_nbytes: int
     has_states: bool = False
 
@@ -81,7 +123,7 @@ class SubGroup:
     @property
     def nbytes(self) -> int:
         """Number of bytes of the masters and all states."""
-        return self.master_nbytes + self.range.numel * sum(dtype.itemsize for dtype in self.states.values())
+        return self.master_nbytes + sum(state.nbytes(self.range.numel) for state in self.states.values())
 
     @property
     def filled_nbytes(self) -> int | None:
@@ -93,24 +135,31 @@ class SubGroup:
         return buffer[: 4 * self.range.numel].view(torch.float32)
 
     def state(self, buffer: Tensor, name: str) -> Tensor:
-        """Returns a state in the state buffer, (L,)."""
-        dtype, offset = self.states[name], self.offset(name)
-        return buffer[offset : offset + self.range.numel * dtype.itemsize].view(dtype)
+        """Returns a state in the state buffer, (L / per,)."""
+        state, offset = self.states[name], self.offset(name)
+        count = -(-self.range.numel // state.per)
+        return buffer[offset : offset + count * state.dtype.itemsize].view(state.dtype)
+
+    def state_of(self, buffer: Tensor, name: str, piece: MasterPiece) -> Tensor:
+        """Returns a piece's part of a state in the state buffer, in its shape."""
+        state = self.states[name]
+        part = state.part(piece.range.at(self.range.start))
+        return self.state(buffer, name)[part].view(state.shape(piece.shape))
 
     def offset(self, name: str) -> int:
         """Returns the offset of a state in bytes."""
         offset = self.master_nbytes
-        for other, dtype in self.states.items():
+        for other, state in self.states.items():
             if other == name:
                 return offset
-            offset += dtype.itemsize * self.range.numel
+            offset += state.nbytes(self.range.numel)
         raise KeyError(name)
 
 
 def cut_sub_groups(
     key: str,
     runs: Sequence[tuple[FlatRange, int]],
-    states: Sequence[Mapping[str, torch.dtype]],
+    states: Sequence[Mapping[str, StateFormat]],
     limit_numel: int,
     *,
     starts: Collection[int] = (),
@@ -121,7 +170,7 @@ def cut_sub_groups(
     Args:
         key: key of the buffer; those of sub-groups are `key/0`, `key/1`, ...
         runs: (range, param group) in order and without gaps.
-        states: for each param group, name -> dtype of its states per element.
+        states: for each param group, name -> format of its states.
         starts: elements, multiples of `ALIGN_NUMEL`, at which a new sub-group begins even if the last one has room.
         master_nbytes: number of masters -> their bytes in the state buffer.
     """
@@ -150,7 +199,7 @@ def cut_sub_groups(
 def pack_sub_groups(
     key: str,
     pieces: Sequence[MasterPiece],
-    states: Sequence[Mapping[str, torch.dtype]],
+    states: Sequence[Mapping[str, StateFormat]],
     limit_numel: int,
     *,
     master_nbytes: Callable[[int], int] = fp32_nbytes,
@@ -160,7 +209,7 @@ def pack_sub_groups(
     Args:
         key, master_nbytes: see `cut_sub_groups`.
         pieces: the parameters in order.
-        states: for each piece, name -> dtype of its states per element.
+        states: for each piece, name -> format of its states.
     """
     # Tensors must stay whole here, so a tensor above the limit exceeds it.
     limit = min(limit_numel, SUB_GROUP_NUMEL)
@@ -177,10 +226,10 @@ def pack_sub_groups(
 def _sub_group(
     key: str,
     pieces: Sequence[MasterPiece],
-    states: Sequence[Mapping[str, torch.dtype]],
+    states: Sequence[Mapping[str, StateFormat]],
     master_nbytes: Callable[[int], int],
 ) -> SubGroup:
-    names: dict[str, torch.dtype] = {}
+    names: dict[str, StateFormat] = {}
     for of_piece in states:
         names.update(of_piece)
     group = SubGroup(key, tuple(pieces), names, 0)
@@ -268,6 +317,9 @@ class SwappedMasters(MasterStorage):
                 self._swapper.tier.release(ahead.wait())
 
     def chunks(self, following: MasterStorage | None = None) -> Iterator[Sequence[MasterPiece]]:
+        return self._chunks(following, in_parts=False)
+
+    def _chunks(self, following: MasterStorage | None, *, in_parts: bool) -> Iterator[Sequence[MasterPiece]]:
         for index, group in enumerate(self._groups):
             fetch, self._ahead = self._ahead or self._swapper.fetch(group), None
             with self._waiting():
@@ -277,12 +329,13 @@ class SwappedMasters(MasterStorage):
                 self._ahead = self._swapper.fetch(self._groups[index + 1])
             elif index + 1 == len(self._groups) and following is not None:
                 following.prefetch()
-            masters = self._unpack(group, buffer)
+            masters = None if in_parts else self._unpack(group, buffer)
             self._attach(group, buffer, masters)
             yield group.pieces
             # With `pipeline_write`, the store continues in the background during the step of the next sub-group.
             with self._waiting():
-                self._pack(group, buffer, masters)
+                if masters is not None:
+                    self._pack(group, buffer, masters)
                 self._swap_out(group, buffer)
 
     def settle(self) -> None:
@@ -297,16 +350,24 @@ class SwappedMasters(MasterStorage):
         finally:
             self.waited_seconds += time.perf_counter() - begun
 
-    def _attach(self, group: SubGroup, buffer: Tensor, masters: Tensor) -> None:
-        """Points pieces and states at their memory; creates states that the optimizer's constructor creates."""
+    def _attach(self, group: SubGroup, buffer: Tensor, masters: Tensor | None) -> None:
+        """Points pieces and states at their memory; creates states that the optimizer's constructor creates.
+
+        Args:
+            masters: (L,) fp32; None to point the pieces at the parts of the masters.
+        """
         state = self._optimizer.state
         # The parameters stay the objects that the optimizer's groups and state refer to; only their data is replaced.
+        in_parts = self._parts(group, buffer) if masters is None else None
         for piece in group.pieces:
             part = piece.range.at(group.range.start)
-            piece.param.data = masters[part].view(piece.shape)
+            if masters is not None:
+                piece.param.data = masters[part].view(piece.shape)
+            elif in_parts is not None:
+                piece.parts = in_parts.cut(part)
             if group.has_states:
-                for name, _ in _element_states(self._optimizer, piece):
-                    state[piece.param][name] = group.state(buffer, name)[part].view(piece.shape)
+                for name, _ in _element_states(self._optimizer, piece, group):
+                    state[piece.param][name] = group.state_of(buffer, name, piece)
         if self._makes_states and not group.has_states:
             make_states(self._optimizer, group.pieces)
 
@@ -319,25 +380,29 @@ class SwappedMasters(MasterStorage):
         # The tier reserved space for the states of a trial step, so a state that appears later has no space.
         optimizer = self._optimizer
         for piece in group.pieces:
-            for name, value in _element_states(optimizer, piece):
-                if group.states.get(name) != value.dtype:
+            for name, value in _element_states(optimizer, piece, group):
+                if name not in group.states or group.states[name].dtype != value.dtype:
                     raise UsageError(
                         f"optimizer {type(optimizer).__name__}, state {name!r}",
                         expected=f"the states it had at its first step: {sorted(group.states)}",
                         got=f"one of {value.dtype}",
                         fix='keep the same states during training, or set offload_optimizer.device to "cpu"',
                     )
-                place = group.state(buffer, name)[piece.range.at(group.range.start)].view(piece.shape)
+                place = group.state_of(buffer, name, piece)
                 if not begin_together(value, place):  # this step created the state
                     place.copy_(value)
         for piece in group.pieces:
-            for name, value in _element_states(optimizer, piece):
+            for name, value in _element_states(optimizer, piece, group):
                 optimizer.state[piece.param][name] = stand_in(value.shape, value.dtype)
-            piece.param.data = stand_in(piece.shape)
+            piece.param.data, piece.parts = stand_in(piece.shape), None
         group.has_states = bool(group.states) and any(optimizer.state.get(piece.param) for piece in group.pieces)
         self._swapper.store(group, buffer)
 
     # -- the format of masters in a state buffer
+
+    def _parts(self, group: SubGroup, buffer: Tensor) -> SplitMasters | None:
+        """Returns the masters of a sub-group in parts; None if they are stored as fp32."""
+        return None
 
     def _unpack(self, group: SubGroup, buffer: Tensor) -> Tensor:
         """Returns the masters of a sub-group in memory, (L,) fp32."""
@@ -359,17 +424,31 @@ class SwappedMasters(MasterStorage):
     def elements(self, part: FlatRange, state: str | None = None) -> Elements:
         if state is not None and (values_here := self._in_memory(part, state)) is not None:
             return values_here
-        dtype = torch.float32
         ranges: list[StoredElements] = []
         for group in self._groups:
             both = group.range & part
-            if both and state is None:
-                ranges.append(self._stored_masters(group, both))
-            elif both and state is not None:
-                dtype = group.states[state]
-                start = group.offset(state) + (both.start - group.range.start) * dtype.itemsize
-                ranges.append(StoredElements.under(self._swapper.tier, group.key, start, both.numel, dtype))
-        return StoredElements.joined(ranges, dtype)
+            if both:
+                ranges.append(self._stored_masters(group, both) if state is None else self._stored(group, both, state))
+        return StoredElements.joined(ranges, ranges[0].dtype if ranges else torch.float32)
+
+    def _stored(self, group: SubGroup, part: FlatRange, state: str) -> StoredElements:
+        """Returns the values of a state, those of 8-bit blocks as bfloat16, which has them exactly."""
+        tier, origin, dtype = self._swapper.tier, part.start - group.range.start, group.states[state].dtype
+        start, exponents = group.offset(state), exponents_name(state)
+        if exponents not in group.states:
+            return StoredElements.under(tier, group.key, start + origin * dtype.itemsize, part.numel, dtype)
+        optimizer, exponents_start = self._optimizer, group.offset(exponents)
+        assert isinstance(optimizer, ShardOptimizer), "only native optimizers have moments in blocks"
+        signed = optimizer.moments[state]
+
+        def read(first: int, count: int) -> Tensor:
+            low, high = origin + first, origin + first + count
+            begin, end = low // BLOCK_NUMEL * BLOCK_NUMEL, round_up(high, BLOCK_NUMEL)  # L is a multiple of a block
+            codes = tier.read(group.key, start + begin, end - begin)
+            scales = tier.read(group.key, exponents_start + begin // BLOCK_NUMEL, (end - begin) // BLOCK_NUMEL)
+            return decode(codes, scales, signed=signed)[low - begin : high - begin].to(torch.bfloat16)
+
+        return StoredElements(part.numel, torch.bfloat16, read)
 
     def write(self, part: FlatRange, values: Tensor, state: str | None = None) -> None:
         if state is not None and (values_here := self._in_memory(part, state)) is not None:
@@ -434,8 +513,23 @@ class SwappedMasters(MasterStorage):
             for piece, entries in loaded:
                 state.pop(piece.param, None)
                 if entries:
-                    state[piece.param] = {name: _cast(value, group.states.get(name)) for name, value in entries.items()}
+                    state[piece.param] = self._in_formats(group, entries)
             self._swap_out(group, buffer)
+
+    def _in_formats(self, group: SubGroup, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the state entries of one piece in the formats of the state buffer."""
+        converted: dict[str, Any] = {}
+        for name, value in entries.items():
+            state = group.states.get(name)
+            if exponents_name(name) in group.states:
+                assert isinstance(self._optimizer, ShardOptimizer), "only native optimizers have moments in blocks"
+                signed = self._optimizer.moments[name]
+                converted.update(to_format(value, name, torch.uint8, signed=signed))
+            elif state is not None and isinstance(value, Tensor) and value.dim() > 0:
+                converted[name] = value.to(state.dtype)
+            else:
+                converted[name] = value
+        return converted
 
 
 class ResidualMasters(SwappedMasters):
@@ -445,6 +539,14 @@ class ResidualMasters(SwappedMasters):
     """
 
     reads_weights = True
+
+    def update_chunks(self, following: MasterStorage | None = None) -> Iterator[Sequence[MasterPiece]]:
+        # A kernel that shares its update with a device needs joined masters, which the device can copy.
+        optimizer = self._optimizer
+        return self._chunks(following, in_parts=isinstance(optimizer, ShardOptimizer) and optimizer.hybrid is None)
+
+    def _parts(self, group: SubGroup, buffer: Tensor) -> SplitMasters:
+        return SplitMasters(self.shard.read(group.range), *_residuals(group, buffer))
 
     def _unpack(self, group: SubGroup, buffer: Tensor) -> Tensor:
         residuals, ties = _residuals(group, buffer)
@@ -480,13 +582,10 @@ def _residuals(group: SubGroup, buffer: Tensor) -> tuple[Tensor, Tensor]:
     return buffer[:end].view(torch.int16), buffer[end : end + ties_nbytes(group.range.numel)]
 
 
-def _element_states(optimizer: Optimizer, piece: MasterPiece) -> Iterator[tuple[str, Tensor]]:
-    """Yields name and value of the piece's states that have one value per element."""
+def _element_states(optimizer: Optimizer, piece: MasterPiece, group: SubGroup) -> Iterator[tuple[str, Tensor]]:
+    """Yields name and value of the piece's states that have one value per element or block."""
     state = optimizer.state.get(piece.param)
     for name, value in list(state.items()) if state else ():
-        if isinstance(value, Tensor) and value.dim() > 0 and value.shape == piece.param.shape:
+        per = group.states[name].per if name in group.states else 1
+        if isinstance(value, Tensor) and value.dim() > 0 and (per > 1 or value.shape == piece.param.shape):
             yield name, value
-
-
-def _cast(value: Any, dtype: torch.dtype | None) -> Any:
-    return value.to(dtype) if dtype is not None and isinstance(value, Tensor) and value.dim() > 0 else value
