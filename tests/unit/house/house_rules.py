@@ -56,24 +56,24 @@ ENVIRONMENT_READERS = {
 
 # Folder -> its limit of code lines. A commit that raises a limit states the reason.
 MAX_CODE_LINES: Mapping[str, int] = {
-    "": 868,
-    "accelerate": 4115,
-    "checkpoint": 5970,
+    "": 870,
+    "accelerate": 4116,
+    "checkpoint": 5973,
     "cli": 7116,
-    "comm": 3800,
+    "comm": 3804,
     "compat": 3250,
     "config": 4175,
     "data": 855,
     "estimate": 1930,
     "offload": 985,
-    "ops": 2410,
+    "ops": 2421,
     "optim": 1300,
     "parallel": 3467,
     "rollout": 870,
     "setup": 1455,
     "telemetry": 1170,
     "utils": 60,
-    "zero": 8700,
+    "zero": 8836,
 }
 LOOSE_LINES = 100
 MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 8
