@@ -56,7 +56,12 @@ def waiting() -> Iterator[None]:
 
 
 def memory_of_machine(root: Path, machines: int, racks: str = "") -> Path:
-    """Makes and returns the folder that acts as this rank's machine's memory; `racks` has a letter per machine."""
+    """Makes and returns the folder that acts as this rank's machine's memory, for a new process.
+
+    Args:
+        racks: a letter per machine.
+    """
+    memory_states._owners.clear()
     machine = int(os.environ["RANK"]) * machines // int(os.environ["WORLD_SIZE"])
     memory = root / f"memory{machine or ''}"
     memory.mkdir(exist_ok=True)
@@ -81,9 +86,10 @@ def life(
     is_new_process: bool = True,
 ) -> tuple[int, list[float], list[str]]:
     """Trains from the newest state to the end, or until it is lost; returns (first step, losses, newest state)."""
-    if is_new_process:
-        memory_states._owners.clear()
+    owners = memory_states._owners[:]
     memory = memory_of_machine(root, machines, racks)
+    if not is_new_process:
+        memory_states._owners += owners
     project = ProjectConfiguration(str(root), automatic_checkpoint_naming=True, memory_interval=interval)  # type: ignore[arg-type]
     plugin = ZeroPlugin(zero_stage=stage, offload_optimizer_device=offload)
     if peer is not None:
@@ -354,7 +360,6 @@ def test_a_second_accelerator_does_not_resume_from_the_states_of_the_first(ranks
 
 def another_shape(root: Path, project: str, width: int) -> int:
     """Returns the step at which a process resumes with a project's folder and a width of the model."""
-    memory_states._owners.clear()
     memory_of_machine(root, 1)
     accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(str(root / project), memory_interval=1))
     model: Any = nn.Linear(4, width)
@@ -476,7 +481,6 @@ def test_an_interval_is_a_number_of_steps(interval: Any) -> None:
 
 def samples(root: Path, *, lost_at: int = -1, machines: int = 1) -> list[list[int]]:
     """Returns the samples of each step on this rank; the config fixes the number of samples per step on all ranks."""
-    memory_states._owners.clear()
     memory_of_machine(root, machines)
     config = {
         "train_batch_size": 16,
