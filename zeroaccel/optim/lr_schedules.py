@@ -10,8 +10,8 @@ writes its rates.
 fraction at n = 0 is still 0. So the first *two* optimizer steps run at `warmup_min_lr`; with the default of 0 they
 change nothing. A warm-up of 1 step counts as 2. A warm-up of 0 steps starts at the peak.
 
-[Note: rates of a group's own] A group has its own rate if somebody wrote one for it, even the optimizer's own. What
-builds an optimizer from a config notes that (`note_written_lrs`), and so does Muon. In other optimizers torch has put
+[Note: rates of a group's own] A group has its own rate if somebody wrote one for it, even the optimizer's own. The
+factory of a config's optimizer notes that (`note_written_lrs`), and so does Muon. In other optimizers torch has put
 the object `defaults["lr"]` itself into the groups without a rate, so that any other object was written. (Without
 `defaults`, a group has its own rate if it differs from the first group's.) A scalar peak applies to the other groups; a
 list has one value per group and applies to all. As in torch, the group stores its first rate as `initial_lr`, so that a
