@@ -216,6 +216,7 @@ class Muon(NativeOptimizer):
             "eps": eps,
             "weight_decay": weight_decay,
         }
+        self.written_lrs: list[bool] = []
         super().__init__(params, arguments)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -223,6 +224,7 @@ class Muon(NativeOptimizer):
         where = f"Muon, param group {len(self.param_groups)}"
         if not isinstance(use_muon := param_group.get("use_muon"), bool):
             raise UsageError(where, expected='"use_muon": True or False', got=use_muon, fix="set it in each group")
+        self.written_lrs.append(param_group.get("lr") is not None)
         own = _MUON if use_muon else _ADAMW
         for name, default in own.items():
             if param_group.get(name) is None:

@@ -10,10 +10,12 @@ writes its rates.
 fraction at n = 0 is still 0. So the first *two* optimizer steps run at `warmup_min_lr`; with the default of 0 they
 change nothing. A warm-up of 1 step counts as 2. A warm-up of 0 steps starts at the peak.
 
-[Note: rates of a group's own] A group has its own rate if it differs from `optimizer.defaults["lr"]` (without
-`defaults`, from the first group's rate). A scalar peak applies to the other groups; a list has one value per group and
-applies to all. As in torch, the group stores its first rate as `initial_lr`, so that a second schedule for the same
-optimizer starts from it and not from the last rate of the first schedule.
+[Note: rates of a group's own] A group has its own rate if somebody wrote one for it, even the optimizer's own. The
+factory of a config's optimizer notes that (`note_written_lrs`), and so does Muon. In other optimizers torch has put
+the object `defaults["lr"]` itself into the groups without a rate, so that any other object was written. (Without
+`defaults`, a group has its own rate if it differs from the first group's.) A scalar peak applies to the other groups; a
+list has one value per group and applies to all. As in torch, the group stores its first rate as `initial_lr`, so that a
+second schedule for the same optimizer starts from it and not from the last rate of the first schedule.
 """
 
 from __future__ import annotations
@@ -87,9 +89,9 @@ class GroupSchedule(ABC):
         self.optimizer = optimizer
         self.last_batch_iteration = -1
         default = getattr(optimizer, "defaults", {}).get("lr")
+        self._is_own = _written_lrs(optimizer, default)
         _separate(groups, default)
         self._own_lrs = [_first_lr(group) for group in groups]
-        self._default_lr = self._own_lrs[0] if default is None else float(default)
         self._last_lr: list[float] = []
 
     @abstractmethod
@@ -168,13 +170,13 @@ class GroupSchedule(ABC):
         """Returns the groups whose own rate overrides the setting; none if it is a list with one value per group."""
         if isinstance(value, (list, tuple)):
             return []
-        own = [index for index, lr in enumerate(self._own_lrs) if lr != self._default_lr]
-        if own:
-            shown = ", ".join(f"{index} (lr {self._own_lrs[index]:g})" for index in own)
+        own = [index for index, is_own in enumerate(self._is_own) if is_own]
+        shown = ", ".join(f"{index} (lr {self._own_lrs[index]:g})" for index in own if self._own_lrs[index] != value)
+        if shown:
             log_once(
                 logging.WARNING,
-                f"{address(name)} = {value} applies to param groups with the optimizer's lr of {self._default_lr:g}; "
-                f"groups with their own lr keep it: {shown}. A list sets one value per group.",
+                f"{address(name)} = {value} applies to param groups without their own lr; "
+                f"groups with one keep it: {shown}. A list sets one value per group.",
             )
         return own
 
@@ -189,6 +191,32 @@ class GroupSchedule(ABC):
                 )
             values[index] *= self._own_lrs[index] / reference[index]
         return values
+
+
+def note_written_lrs(optimizer: Optimizer, written: Sequence[bool]) -> None:
+    """Notes on an optimizer which of its groups have a rate that somebody wrote; [Note: rates of a group's own]."""
+    vars(optimizer)["written_lrs"] = list(written)
+
+
+def _written_lrs(optimizer: ParamGroups, default: object) -> list[bool]:
+    """Returns for each group whether somebody wrote its rate; see [Note: rates of a group's own]."""
+    groups = optimizer.param_groups
+    noted: list[bool] = list(getattr(optimizer, "written_lrs", ()))
+    if not noted and default is None:
+        rates = [float(group.get("initial_lr", group["lr"])) for group in groups]
+        return [rate != rates[0] for rate in rates]
+    # A second schedule, and groups that were added after the note.
+    written = noted + [group.get("initial_lr", group["lr"]) is not default for group in groups[len(noted) :]]
+    if isinstance(optimizer, Optimizer):
+        note_written_lrs(optimizer, written)
+    return written
+
+
+def _written_default(optimizer: ParamGroups) -> float | None:
+    """Returns the rate that somebody passed to the optimizer itself; None if it has its class's default."""
+    rate = getattr(optimizer, "defaults", {}).get("lr")
+    usual = inspect.signature(type(optimizer)).parameters.get("lr") if isinstance(optimizer, Optimizer) else None
+    return None if rate is None or (usual is not None and usual.default is rate) else float(rate)
 
 
 def _first_lr(group: dict[str, Any]) -> float:
@@ -514,8 +542,9 @@ class LRRangeTest(GroupSchedule):
 
     Args:
         optimizer: has `param_groups`.
-        lr_range_test_min_lr: start, a number or one per group. A number applies to groups with the optimizer's lr; for
-            a group with its own lr, it is scaled by the ratio of the two.
+        lr_range_test_min_lr: start, a number or one per group. A number applies to groups without their own lr. For a
+            group with its own, it is scaled by the ratio to the optimizer's lr, or if nobody wrote that, the group
+            starts at its own.
         lr_range_test_step_size: number of steps in which the rate grows by `lr_range_test_step_rate` times the start.
         lr_range_test_step_rate: see above.
         lr_range_test_staircase: grow once per `lr_range_test_step_size` steps.
@@ -537,8 +566,13 @@ class LRRangeTest(GroupSchedule):
         super().__init__(optimizer)
         name = "lr_range_test_min_lr"
         own = self._own_groups(name, lr_range_test_min_lr)
-        reference = [self._default_lr] * len(self._own_lrs)
-        self._min_lrs = self._scaled(name, self._spread(name, lr_range_test_min_lr), own, reference)
+        self._min_lrs = self._spread(name, lr_range_test_min_lr)
+        default = _written_default(optimizer)
+        if default is not None:
+            self._min_lrs = self._scaled(name, self._min_lrs, own, [default] * len(self._own_lrs))
+        else:
+            for index in own:
+                self._min_lrs[index] = self._own_lrs[index]
         self._size = integer("lr_range_test_step_size", lr_range_test_step_size, low=1)
         self._rate = number("lr_range_test_step_rate", lr_range_test_step_rate)
         self._staircase = flag("lr_range_test_staircase", lr_range_test_staircase)

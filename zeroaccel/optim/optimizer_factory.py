@@ -19,6 +19,7 @@ from zeroaccel.errors import ConfigError
 from zeroaccel.logs import logger
 from zeroaccel.ops.elementwise import SGD, Adagrad, Adam, Lion, RMSprop
 from zeroaccel.ops.tensorwise import Lamb, Muon
+from zeroaccel.optim.lr_schedules import note_written_lrs
 
 MUON_SETTINGS = (
     "lr",
@@ -66,7 +67,7 @@ def muon_groups(params: Iterable[Any], settings: Mapping[str, Any], model: nn.Mo
         for use_muon, half in halves.items():
             if not half:
                 continue
-            lr = settings.get("muon_lr" if use_muon else "adam_lr", settings.get("lr"))
+            lr = settings.get("muon_lr" if use_muon else "adam_lr")
             split.append({**({} if lr is None else {"lr": lr}), **group, "params": half, "use_muon": use_muon})
     counts = {flag: sum(len(group["params"]) for group in split if group["use_muon"] is flag) for flag in (True, False)}
     logger.info("Muon steps %d parameters, and its AdamW %d", counts[True], counts[False])
@@ -204,10 +205,14 @@ def build_optimizer(
 
 
 def _built(kind: str, build: Callable[..., Optimizer], params: list[Any], settings: Mapping[str, Any]) -> Optimizer:
+    groups = params if params and isinstance(params[0], dict) else [{}]
+    written = [group.get("lr") is not None for group in groups]  # before torch fills in the defaults
     try:
-        return build(params, **settings)
+        optimizer = build(params, **settings)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer.params of {kind}: {error}") from error
+    note_written_lrs(optimizer, written)
+    return optimizer
 
 
 def _settings_of(signature: Callable[..., Any]) -> list[str]:

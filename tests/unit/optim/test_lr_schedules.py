@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +22,7 @@ from zeroaccel.optim.lr_schedules import (
     WarmupLR,
     build_scheduler,
 )
+from zeroaccel.optim.optimizer_factory import build_optimizer
 
 EXACT: dict[str, Any] = {"rel": 1e-12, "abs": 1e-18}
 
@@ -187,6 +189,44 @@ def test_cosine_and_range_test_scale_each_groups_rate(notes: list[str]) -> None:
     optimizer = adam(None, 2e-2)
     LRRangeTest(optimizer, 1e-4, lr_range_test_step_size=10).step()
     assert written(optimizer) == pytest.approx([1.1e-4, 4.4e-4])
+
+
+SCALARS: list[tuple[str, dict[str, Any]]] = [
+    ("WarmupLR", {"warmup_max_lr": 5e-3, "warmup_num_steps": 0}),
+    ("WarmupDecayLR", {"warmup_max_lr": 5e-3, "warmup_num_steps": 0, "total_num_steps": 1000}),
+    ("OneCycle", {"cycle_min_lr": 1e-4, "cycle_max_lr": 5e-3, "cycle_first_step_size": 1}),
+    ("LRRangeTest", {"lr_range_test_min_lr": 5e-3, "lr_range_test_step_size": 1000}),
+]
+
+
+def _largest(kind: str, params: dict[str, Any], optimizer: Any) -> list[float]:
+    scheduler, rates = build_scheduler(kind, params, optimizer), [written(optimizer)]
+    for _ in range(2):
+        scheduler.step()
+        rates.append(written(optimizer))
+    return [max(of_group) for of_group in zip(*rates, strict=True)]
+
+
+@pytest.mark.parametrize(("kind", "params"), SCALARS, ids=[kind for kind, _ in SCALARS])
+def test_a_rate_that_somebody_wrote_is_no_default_whatever_its_value(kind: str, params: dict[str, Any]) -> None:
+    """Regression: the scalar replaced a rate that equals the optimizer's or its class's, and Muon's own rates."""
+    one, two = (torch.nn.Parameter(torch.zeros(2, 2)) for _ in range(2))
+    groups = [{"params": [one], "lr": float("1e-3")}, {"params": [two]}]
+    close = functools.partial(pytest.approx, rel=0.01)
+    for optimizer in (torch.optim.AdamW([dict(group) for group in groups]), build_optimizer("AdamW", {}, groups)):
+        assert _largest(kind, params, optimizer) == close([1e-3, 5e-3])
+    shared = build_optimizer("SGD", {"lr": 1e-3}, [{"params": [one], "lr": 1e-3}, {"params": [two]}])
+    assert _largest(kind, params, shared) == close([5e-3 if kind == "LRRangeTest" else 1e-3, 5e-3])
+    one.use_muon, two.use_muon = True, False
+    for settings, expected in (
+        ({"muon_lr": 0.02, "adam_lr": 1e-5}, [0.02, 1e-5]),
+        ({"muon_lr": 0.02}, [0.02, 5e-3]),
+        ({"adam_lr": 0.02}, [5e-3, 0.02]),
+        ({"lr": 0.02}, [5e-3, 5e-3]),
+        ({}, [5e-3, 5e-3]),
+    ):
+        muon = build_optimizer("Muon", settings, [one, two])
+        assert _largest(kind, params, muon) == close(expected)
 
 
 def test_a_list_has_one_value_per_group_whatever_their_rates() -> None:
