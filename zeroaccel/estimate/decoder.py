@@ -150,15 +150,7 @@ def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, _: Any) -> tuple[Tenso
     """(B, H, S, D) and twice (B, K, S, D) -> (B, S, H, D); has the interface of transformers' attention functions."""
     if (groups := module.num_key_value_groups) > 1:
         k, v = (one.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2) for one in (k, v))
-    return _attention(q, k, v).transpose(1, 2), None
-
-
-def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    if not q.is_meta:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    # For meta tensors, torch would choose the kernel that allocates the matrix of all scores.
-    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]
-    return out
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2), None
 
 
 class Decoder(nn.Module):

@@ -20,12 +20,14 @@ class ModelConfig:
         numel: number of parameters, including all experts; for a multimodal model, those of the text model.
         fields: fields of its config that differ from the defaults of the type.
         period: number of layers after which the kinds of layers repeat.
+        leading: number of first layers of another kind.
     """
 
     model_type: str
     numel: int
     fields: Mapping[str, Any] = field(default_factory=dict)
     period: int = 1
+    leading: int = 0
 
 
 def _config(
@@ -38,6 +40,7 @@ def _config(
     key_heads: int = 0,
     *,
     period: int = 1,
+    leading: int = 0,
     **fields: Any,
 ) -> ModelConfig:
     keys = {"num_key_value_heads": key_heads} if key_heads else {}
@@ -47,7 +50,7 @@ def _config(
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
     }
-    return ModelConfig(model_type, numel, {**sizes, **keys, **fields}, period)
+    return ModelConfig(model_type, numel, {**sizes, **keys, **fields}, period, leading)
 
 
 _QWEN3 = {"vocab_size": 151_936, "head_dim": 128}
@@ -57,8 +60,8 @@ _SCOUT = {"num_local_experts": 16}
 _MAVERICK = {"num_local_experts": 128, "interleave_moe_layer_step": 2}
 
 CONFIGS: Mapping[str, ModelConfig] = {
-    "deepseek-v3": _config("deepseek_v3", 671_026_404_352, 7168, 18432, 61, 128, 128),
-    "deepseek-r1": _config("deepseek_v3", 671_026_404_352, 7168, 18432, 61, 128, 128),
+    "deepseek-v3": _config("deepseek_v3", 671_026_404_352, 7168, 18432, 61, 128, 128, leading=3),
+    "deepseek-r1": _config("deepseek_v3", 671_026_404_352, 7168, 18432, 61, 128, 128, leading=3),
     "falcon-7b": ModelConfig("falcon", 6_921_720_704, {"num_hidden_layers": 32}),
     "gemma-2b": _config("gemma", 2_506_172_416, 2048, 16384, 18, 8, 1, head_dim=256),
     "gemma-7b": _config("gemma", 8_537_680_896, 3072, 24576, 28, 16, 16, head_dim=256),

@@ -6,16 +6,21 @@ operations; tests compare the two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from itertools import zip_longest
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 META = torch.device("meta")
+_ATEN = torch.ops.aten
+_ALL = (_ATEN.all.default, _ATEN.all.dim)
 Layout = tuple[Sequence[int], Sequence[int], torch.dtype]
 """(size, stride, dtype)"""
 
@@ -36,9 +41,20 @@ class ShapesOnly:
     def __init__(self) -> None:
         self._made: dict[Any, tuple[Any, ...]] = {}  # () for operations that must run each time
         self._of: dict[Any, _OperationFacts] = {}
+        self._last_all: Callable[[], Any] = lambda: None
 
     def result(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Returns the result of `func(*args, **kwargs)`."""
+        """Returns the result of `func(*args, **kwargs)`.
+
+        Answers True to a model that asks for the value of `all`: batches have neither padding nor several sequences in
+        a row.
+        """
+        if func in _ALL:
+            result = func(*args, **kwargs)
+            self._last_all = weakref.ref(result)
+            return result
+        if func is _ATEN._local_scalar_dense.default and args[0] is self._last_all():
+            return True
         facts = self._of.get(func) or self._of.setdefault(func, _OperationFacts.of(func))
         if facts.in_place:
             return args[0]
@@ -96,6 +112,53 @@ def _layouts(result: Any) -> tuple[Any, ...]:
     if not all(one is None or isinstance(one, Tensor) for one in results):
         return ()
     return tuple(None if one is None else (one.shape, one.stride(), one.dtype) for one in results)
+
+
+@contextmanager
+def fused_attention() -> Iterator[None]:
+    """Runs attention on tensors of the "meta" device by the kernel that torch chooses on a CPU, inside a block.
+
+    For meta tensors torch itself would choose the kernel that allocates the matrix of all scores.
+    """
+    functions: Any = F
+    before, functions.scaled_dot_product_attention = F.scaled_dot_product_attention, _attend
+    try:
+        yield
+    finally:
+        functions.scaled_dot_product_attention = before
+
+
+_by_torch: Callable[..., Tensor] = F.scaled_dot_product_attention
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    **more: Any,
+) -> Tensor:
+    tensors = query, key, value
+    is_fused = (
+        query.is_meta
+        and not dropout_p
+        and not (attn_mask is not None and attn_mask.requires_grad)
+        and {one.dim() for one in tensors} == {4}
+        and len({one.shape[-1] for one in tensors}) == 1
+        and all(one.stride(-1) == 1 for one in tensors)
+    )
+    if not is_fused:
+        settings = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, **more}
+        return _by_torch(*tensors, **settings)
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out: Tensor = kernel(*tensors, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    return out
 
 
 # -- rules for the operations in decoders
@@ -192,7 +255,6 @@ def _contiguous(shape: Sequence[int], dtype: torch.dtype) -> Layout:
     return shape, strides[: len(shape)][::-1], dtype
 
 
-_ATEN = torch.ops.aten
 RULES: dict[Any, Callable[..., tuple[Layout, ...] | None]] = {
     _ATEN.add.Tensor: _pointwise,
     _ATEN.div.Scalar: _pointwise,

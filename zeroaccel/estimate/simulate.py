@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, cast
@@ -29,7 +30,7 @@ from zeroaccel.estimate.adapters import adapt
 from zeroaccel.estimate.extrapolate import MemoryTrace, Moment, extrapolate_depth
 from zeroaccel.estimate.fake_ranks import FakeRanks, SentBytes, sent_per_step
 from zeroaccel.estimate.mesh_parts import PHASES, micro_steps, part_of, splits_of
-from zeroaccel.estimate.shapes_only import META, ShapesOnly
+from zeroaccel.estimate.shapes_only import META, ShapesOnly, fused_attention
 from zeroaccel.estimate.subject import Subject
 from zeroaccel.estimate.workload import LIBRARY_CODES, MemoryByKind, Workload
 from zeroaccel.setup.axis_estimate import Schedule
@@ -138,7 +139,8 @@ def short_traces(
     )
     # Only stage 3, and shards stored apart from their parameters, prefetch over a window of elements.
     looks_ahead = kind.stage == 3 or kind.offloads_params
-    shortest = _EDGES + (-(-_WINDOW_NUMEL // max(subject.layer_numel, 1)) if looks_ahead else 0)
+    # The extrapolation counts from both ends, so a short model has as many blocks behind those of another kind.
+    shortest = _EDGES + 2 * subject.leading + (-(-_WINDOW_NUMEL // max(subject.layer_numel, 1)) if looks_ahead else 0)
     if not lengths or shortest + 2 >= part.layers:
         return [_trace(partial(part.build, None), workload, kind.stage, how)], 0
     how = how if every_operation else how._replace(record="changes")
@@ -177,7 +179,13 @@ def simulated(trace: MemoryTrace, workload: Workload, pipeline_stage: int) -> Si
 def _trace(build: Callable[[], tuple[nn.Module, Schedule]], workload: Workload, stage: int, how: _How) -> MemoryTrace:
     """Records the memory over the second of two steps."""
     if how.shapes_only:
-        return _run_two_steps(build, workload, stage, how)
+        try:
+            return _run_two_steps(build, workload, stage, how)
+        except RuntimeError as error:
+            if "meta" not in str(error).lower():
+                raise
+            # The model asks for a value, or calls an operation without shapes: fake tensors know constants.
+            how = how._replace(shapes_only=False)
     # The import takes a third of a second, so it happens only if needed.
     from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedFakeTensorException
 
@@ -204,7 +212,8 @@ def _run_two_steps(
     build: Callable[[], tuple[nn.Module, Schedule]], workload: Workload, stage: int, how: _How
 ) -> MemoryTrace:
     recorder = _PeakRecorder(how.record)
-    with MemoryTracker(_SHAPES if how.shapes_only else None) as tracker:
+    attention = fused_attention() if how.shapes_only else nullcontext()
+    with attention, MemoryTracker(_SHAPES if how.shapes_only else None) as tracker:
         model, schedule = build()
         numel = sum(param.numel() for param in model.parameters())
         adapt(model, workload, how.name)

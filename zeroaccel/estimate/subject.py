@@ -55,6 +55,7 @@ class Subject:
         layers: number of equal consecutive blocks, if nothing else grows with them; 0 if unknown.
         build_short: builds the same model with another number of blocks.
         layer_numel: number of parameters in one block.
+        leading: number of first blocks of another kind.
         shapes_only: True if the shapes of all results follow from the shapes of the arguments, and operations write
             to no argument except their first one.
         shape: shape of a `Decoder`; None for other models.
@@ -66,6 +67,7 @@ class Subject:
     layers: int = 0
     build_short: Callable[[int], tuple[nn.Module, Step]] | None = None
     layer_numel: int = 0
+    leading: int = 0
     shapes_only: bool = False
     shape: Shape | None = None
 
@@ -273,7 +275,7 @@ def _of_known_config(name: str, known: ModelConfig) -> Subject:
     note = f"{known.numel:,} parameters in {periods * known.period} layers of {known.model_type}"
     if any(known is CONFIGS[one] for one in READ_PICTURES):
         note += ": only the text model, without its vision tower and projector"
-    return Subject(name, note, build, periods, build, known.numel // periods)
+    return Subject(name, note, build, periods, build, known.numel // periods, known.leading, shapes_only=True)
 
 
 def _transformers_step(model: nn.Module, batch: int, sequence: int) -> tuple[Tensor, Any]:

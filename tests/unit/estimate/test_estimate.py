@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,8 +23,8 @@ from zeroaccel.estimate import PLANS, Capacity, ClosedForms, Estimate, Workload,
 from zeroaccel.estimate.decoder import Decoder, known_shape, shape_of
 from zeroaccel.estimate.extrapolate import MemoryTrace, Moment, extrapolate_depth
 from zeroaccel.estimate.known_models import CONFIGS, READ_PICTURES
-from zeroaccel.estimate.shapes_only import RULES, ShapesOnly
-from zeroaccel.estimate.simulate import simulate
+from zeroaccel.estimate.shapes_only import RULES, ShapesOnly, fused_attention
+from zeroaccel.estimate.simulate import MemoryTracker, simulate
 from zeroaccel.estimate.subject import Step, Subject, predict_tokens
 from zeroaccel.setup.axis_estimate import Shape
 
@@ -399,6 +400,67 @@ def test_shapes_alone_give_the_results_of_fake_tensors(stage: int, changes: dict
     assert simulate(plain, workload, stage) == simulate(replace(plain, shapes_only=False), workload, stage)
 
 
+_QUICK = ("gpt_oss", "qwen3")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if kind in _QUICK else pytest.mark.slow)
+        for kind, name in sorted({one.model_type: name for name, one in CONFIGS.items()}.items())
+    ],
+)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_shapes_alone_give_the_results_of_fake_tensors_for_transformers(
+    name: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    masks = pytest.importorskip("transformers.masking_utils")
+    # With fake tensors transformers cannot ask for packed sequences, and stores a mask for them.
+    monkeypatch.setattr(masks, "find_packed_sequence_indices", lambda *_, **__: None)
+    what = subject(name)
+    short = what.build_short
+    assert what.shapes_only
+    assert short is not None
+    plain = replace(what, layers=0, build=lambda: short(1))
+    workload = Workload(ranks=4, sequence=64, checkpointing=checkpointing)
+    found, expected = (simulate(replace(plain, shapes_only=one), workload, 3) for one in (True, False))
+    # Norms of layers store their statistics in fp32 on a GPU, and in the dtype of their input on a CPU.
+    assert found.peak.total == pytest.approx(expected.peak.total, abs=1e5)
+    assert replace(found, peak=expected.peak, when=expected.when) == expected
+
+
+class _AsksForAConstant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 32)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        factor = torch.tensor(2.0).item()
+        return F.linear(self.embedding(ids), self.embedding.weight) * factor
+
+
+def test_a_model_that_asks_for_a_constant_runs_on_fake_tensors() -> None:
+    plain = replace(subject(_AsksForAConstant), shapes_only=True)
+    expected = simulate(replace(plain, shapes_only=False), Workload(sequence=16), 1)
+    assert simulate(plain, Workload(sequence=16), 1) == expected
+
+
+def test_attention_on_shapes_stores_no_scores_and_undoes_its_patch() -> None:
+    before = F.scaled_dot_product_attention
+    queries, keys = (torch.empty(1, heads, 64, 16, device="meta") for heads in (4, 4))
+    mask = torch.ones(64, 64, dtype=torch.bool, device="meta")
+    with MemoryTracker(ShapesOnly()) as tracker, fused_attention():
+        peaks = []
+        tracker.begin(lambda total, _: peaks.append(total))
+        out = F.scaled_dot_product_attention(queries, keys, keys, attn_mask=mask)
+    assert F.scaled_dot_product_attention is before
+    assert out.shape == queries.shape
+    assert max(peaks) < 2 * out.nbytes + 4 * 64 * 64 * 2  # the mask in the dtype of the queries, but no scores per head
+    real = torch.rand(1, 2, 8, 16)
+    with fused_attention():
+        assert torch.equal(F.scaled_dot_product_attention(real, real, real), before(real, real, real))
+
+
 def test_the_rules_agree_with_torchs_own() -> None:
     decoder = Decoder(Shape(layers=1, width=32, inner=48, vocabulary=50)).to("meta", torch.bfloat16)
     checked: set[object] = set()
@@ -414,7 +476,7 @@ def test_the_rules_agree_with_torchs_own() -> None:
                 checked.add(func)
             return found
 
-    with torch.device("meta"), Compared():
+    with torch.device("meta"), fused_attention(), Compared():
         loss, _ = predict_tokens(decoder, 2, 8)
         loss.backward()
         torch.zeros_like(torch.empty(2, 3))
