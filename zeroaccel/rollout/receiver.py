@@ -4,7 +4,11 @@ This file imports torch and nothing of zeroaccel: copy it into the inference pro
 `weight_stream.py` makes, and the transports that `sinks.py` uses.
 
 A packet is a manifest of plain data and a payload of bytes. A version of the weights is a sequence of packets from each
-sender; the last packet is marked `last`. An entry of a manifest describes elements of one tensor:
+sender; the last packet is marked `last`. Versions are numbered within a run of the trainer, which has an id: a delta
+never applies to the weights of another run. The receiver trusts no byte of a packet: it checks all packets of a version
+before it changes a weight, and keeps at most about the size of its own tensors.
+
+An entry of a manifest describes elements of one tensor:
 
     name, shape, dtype   of the full tensor
     offset, numel        byte offset of the values in the payload, and number of values
@@ -25,11 +29,15 @@ ones, then an index of 4 bits for each value, then the bytes that are not in the
 from __future__ import annotations
 
 import json
+import mmap
 import os
+import re
+import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +50,14 @@ __all__ = [
     "Packet",
     "WeightReceiver",
     "WeightsRefusedError",
+    "checked_manifest",
     "encode_high_bytes",
     "encode_positions",
+    "open_own",
     "receive_files",
     "receive_version",
     "refusal_file",
+    "require_own_folder",
     "values_of",
     "write_packet",
 ]
@@ -60,10 +71,13 @@ _ESCAPE = 255
 _CODED = 15
 _ABORTED = -1
 _TEXT_NBYTES = 4096
+_MOST_MANIFEST_NBYTES = 1 << 28
+_MOST_NUMBER = 1 << 62
+_FILE = re.compile(r"weights-(?P<version>\d{8,18})-(?P<sender>\d{5,18})-(?P<index>\d{6,18})")
 
 
 class WeightsRefusedError(ValueError):
-    """A version of the weights does not fit the receiver, which keeps its current version."""
+    """A version of the weights is damaged or does not fit the receiver, which keeps its current version."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +85,9 @@ class Packet:
     """A manifest and the bytes that it describes.
 
     Attributes:
-        manifest: `version`; `since`, the base version of a delta, or None for all values; `sender`, a number below
-            `senders`; `index` of this packet among its sender's, and `last`, True for the last one; `tensors`, the
-            entries; `ties`, alias -> name.
+        manifest: `run`, the trainer's id; `version`; `since`, the base version of a delta, or None for all values;
+            `sender`, a number below `senders`; `index` of this packet among its sender's, and `last`, True for the last
+            one; `tensors`, the entries; `ties`, alias -> name.
         payload: (n,) uint8; valid until the sender makes the next packet. None on a rank that only joins collectives.
     """
 
@@ -90,8 +104,8 @@ class WeightReceiver:
         >>> receiver = WeightReceiver(weights)
         >>> entry = {"name": "w", "shape": [3], "dtype": "float32", "cut": [3, 1, 0]}
         >>> entry |= {"offset": 0, "numel": 3, "start": 0, "positions": 0}
-        >>> manifest = {"version": 1, "since": None, "sender": 0, "senders": 1, "index": 0, "last": True, "ties": {}}
-        >>> values = torch.ones(3)
+        >>> manifest = {"run": "a", "version": 1, "since": None, "sender": 0, "senders": 1, "index": 0, "last": True}
+        >>> manifest["ties"], values = {}, torch.ones(3)
         >>> receiver.take(Packet({**manifest, "tensors": [entry]}, values.view(torch.uint8)))
         True
         >>> receiver.version, weights["w"]
@@ -103,108 +117,276 @@ class WeightReceiver:
 
     Attributes:
         version: version of the weights in `tensors`; None before the first.
+        run: id of the trainer's run that has sent it.
         missing: names in `tensors` that have received no values yet.
     """
 
     tensors: Mapping[str, Tensor]
     rename: Callable[[str], str | None] = field(default=lambda name: name)
     version: int | None = None
+    run: str = ""
 
     def __post_init__(self) -> None:
         self.missing = set(self.tensors)
-        self._staged: dict[int, list[tuple[dict[str, Any], Tensor]]] = {}
-        self._coming: int | None = None
-        self._refused: int | None = None
+        self._staged: dict[str, list[_Elements]] = {}  # by the sender's names
+        self._ties: dict[str, str] = {}
+        self._senders: dict[int, tuple[int, bool]] = {}  # number of packets, and whether the last one has come
+        self._coming: dict[str, Any] | None = None  # the facts that all packets of the version share
+        self._refused: tuple[str, int] | None = None
 
     def take(self, packet: Packet) -> bool:
         """Keeps a copy of a packet. Returns True if it completed a version, which is now in the weights.
 
         Raises:
             WeightsRefusedError: the delta is based on a version that this receiver does not have, so that it needs all
-                weights; or a name, shape or dtype does not fit, or a packet is missing. Later packets of the version
-                are ignored.
+                weights; or a name, shape or dtype does not fit, or a packet is missing or damaged. Later packets of the
+                version are ignored.
         """
-        manifest = packet.manifest
-        version = int(manifest["version"])
-        if version == self._refused:
-            return False
-        if version != self._coming:  # an earlier, incomplete version is obsolete
-            self.drop()
-            self._coming = version
         try:
-            payload = self._checked(packet)
+            manifest = checked_manifest(packet.manifest)
         except WeightsRefusedError:
             self.drop()
-            self._refused = version
             raise
-        self._staged.setdefault(manifest["sender"], []).append((manifest, payload.detach().clone()))
-        complete = [packets for packets in self._staged.values() if packets[-1][0]["last"]]
-        if len(complete) < manifest["senders"]:
+        number = (manifest["run"], manifest["version"])
+        if number == self._refused:
             return False
+        shared = {key: manifest[key] for key in ("run", "version", "since", "senders")}
+        if self._coming is not None and number != (self._coming["run"], self._coming["version"]):
+            self.drop()  # an earlier, incomplete version is obsolete
+        try:
+            self._check_order(manifest, shared)
+            pieces = self._pieces(manifest, packet.payload)
+            for name, piece in pieces:
+                self._staged.setdefault(name, []).append(piece)
+            self._ties.update(manifest["ties"])
+            self._coming = shared
+            self._senders[manifest["sender"]] = (manifest["index"] + 1, manifest["last"])
+            if sum(is_last for _, is_last in self._senders.values()) < manifest["senders"]:
+                return False
+            self._check_version()
+        except WeightsRefusedError:
+            self.drop()
+            self._refused = number
+            raise
+        self.version = None  # if writing fails, for want of a device's memory, no delta may follow
         self._swap()
-        self.version = version
+        self.run, self.version = number
         self.drop()
         return True
 
     def drop(self) -> None:
         """Drops the packets of an incomplete version."""
         self._staged.clear()
+        self._ties.clear()
+        self._senders.clear()
         self._coming = None
 
-    def _checked(self, packet: Packet) -> Tensor:
-        """Returns the payload of a packet, or raises if the packet does not fit."""
-        manifest, version = packet.manifest, packet.manifest["version"]
-        if packet.payload is None:
-            raise WeightsRefusedError(f"version {version}: expected a packet with a payload, got None")
-        since = manifest["since"]
-        if since is not None and since != self.version:
+    @property
+    def most_nbytes(self) -> int:
+        """Most bytes of a packet: the sender may have more tensors than this receiver."""
+        return max(1 << 32, 4 * sum(tensor.nbytes for tensor in self.tensors.values()))
+
+    def _check_order(self, manifest: Mapping[str, Any], shared: Mapping[str, Any]) -> None:
+        """Checks the place of a packet among the others of its version, and the base of a delta."""
+        since, version = manifest["since"], f"version {manifest['version']}"
+        if since is not None and (since, manifest["run"]) != (self.version, self.run):
+            got = self.version if self.run == manifest["run"] else f"{self.version} of another run of the trainer"
             raise WeightsRefusedError(
-                f"version {version} is a delta to version {since}: expected version {since} here, got {self.version}; "
-                "send all weights"
+                f"{version} is a delta to version {since}: expected version {since} here, got {got}; send all weights"
             )
-        earlier = len(self._staged.get(manifest["sender"], ()))
-        if manifest["index"] != earlier:
-            where = f"version {version}, sender {manifest['sender']}"
-            raise WeightsRefusedError(f"{where}: expected packet {earlier}, got {manifest['index']}")
+        if self._coming is not None and self._coming != shared:
+            raise WeightsRefusedError(f"{version}: expected packets of {self._coming}, got {shared}")
+        earlier, is_over = self._senders.get(manifest["sender"], (0, False))
+        if manifest["index"] != earlier or is_over:
+            expected = "no packet after the last" if is_over else f"packet {earlier}"
+            raise WeightsRefusedError(
+                f"{version}, sender {manifest['sender']}: expected {expected}, got {manifest['index']}"
+            )
+
+    def _pieces(self, manifest: Mapping[str, Any], payload: Tensor | None) -> list[tuple[str, _Elements]]:
+        """Returns the checked entries of a packet that this receiver has tensors for, with copies of their bytes."""
+        version = f"version {manifest['version']}"
+        if payload is None:
+            raise WeightsRefusedError(f"{version}: expected a packet with a payload, got None")
+        if payload.dtype != torch.uint8 or payload.dim() != 1:
+            raise WeightsRefusedError(f"{version}: expected a payload of bytes, got {payload.dtype}")
+        found: list[tuple[str, _Elements]] = []
+        numel: dict[str, int] = {}
         for entry in manifest["tensors"]:
             own = self._own(entry["name"])
             if own is None:
                 continue
             name, tensor = own
+            where = f"{version}, {name}"
             if tensor is None:
-                raise WeightsRefusedError(f"version {version}: this receiver has no tensor {name!r}")
+                raise WeightsRefusedError(f"{version}: this receiver has no tensor {name!r}")
             got = (list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-            if got != (list(entry["shape"]), entry["dtype"]):
-                raise WeightsRefusedError(
-                    f"version {version}, {name}: expected {got[1]} {got[0]}, got {entry['dtype']} {entry['shape']}"
-                )
+            if got != (entry["shape"], entry["dtype"]):
+                raise WeightsRefusedError(f"{where}: expected {got[1]} {got[0]}, got {entry['dtype']} {entry['shape']}")
             if not tensor.is_contiguous():
-                raise WeightsRefusedError(f"version {version}, {name}: expected a contiguous tensor")
-        return packet.payload
+                raise WeightsRefusedError(f"{where}: expected a contiguous tensor")
+            piece = _checked_piece(entry, payload, tensor, where)
+            numel[name] = numel.get(name, 0) + entry["numel"]
+            if numel[name] + sum(each.numel for each in self._staged.get(entry["name"], ())) > tensor.numel():
+                raise WeightsRefusedError(f"{where}: expected at most {tensor.numel()} elements, got more")
+            found.append((entry["name"], piece))
+        return [(name, piece.copied()) for name, piece in found]
 
     def _own(self, sent: str) -> tuple[str, Tensor | None] | None:
         name = self.rename(sent)
         return None if name is None else (name, self.tensors.get(name))
 
+    def _check_version(self) -> None:
+        """Checks all packets of a version together: values for each element, once, and ties of one shape."""
+        coming = self._coming
+        assert coming is not None, "a version without packets"
+        version, is_whole = f"version {coming['version']}", coming["since"] is None
+        if is_whole and not self._staged:
+            raise WeightsRefusedError(f"{version}: expected all weights, got no tensor of this receiver")
+        for name, pieces in self._staged.items():
+            own = self._own(name)
+            assert own is not None and own[1] is not None, "a piece without a tensor"
+            cuts = {(piece.entry["cut"][0], piece.entry["cut"][1]) for piece in pieces}
+            ranges = sorted((piece.entry["cut"][2], piece.first, piece.last) for piece in pieces if piece.numel)
+            overlap = any(part == other and first <= last for (part, _, last), (other, first, _) in pairwise(ranges))
+            if len(cuts) > 1 or overlap:
+                raise WeightsRefusedError(f"{version}, {own[0]}: expected each element once, got parts that overlap")
+            count = sum(piece.numel for piece in pieces)
+            if is_whole and count != own[1].numel():
+                raise WeightsRefusedError(
+                    f"{version}, {own[0]}: expected {own[1].numel()} elements, got {count}: a part is missing"
+                )
+        for alias, name in self._ties.items():
+            tied, source = self._own(alias), self._own(name)
+            if tied is None or tied[1] is None or source is None or source[1] is None:
+                continue
+            if (tied[1].shape, tied[1].dtype) != (source[1].shape, source[1].dtype):
+                raise WeightsRefusedError(
+                    f"{version}, {tied[0]}: expected {list(source[1].shape)} as its tied tensor {source[0]}, "
+                    f"got {list(tied[1].shape)}"
+                )
+
     def _swap(self) -> None:
         changed: dict[str, Tensor] = {}
-        ties: dict[str, str] = {}
         with torch.no_grad():
-            for packets in self._staged.values():
-                for manifest, payload in packets:
-                    ties.update(manifest["ties"])
-                    for entry in manifest["tensors"]:
-                        own = self._own(entry["name"])
-                        if own is not None and own[1] is not None:
-                            _write(own[1], entry, payload)
-                            changed[entry["name"]] = own[1]
-                            self.missing.discard(own[0])
-            for alias, name in ties.items():  # the receiver may store tied weights separately
+            for sent, pieces in self._staged.items():
+                own = self._own(sent)
+                assert own is not None and own[1] is not None, "a piece without a tensor"
+                for piece in pieces:
+                    _write(own[1], piece.entry, piece.data)
+                changed[sent] = own[1]
+                self.missing.discard(own[0])
+            for alias, name in self._ties.items():  # the receiver may store tied weights separately
                 own = self._own(alias)
                 if own is not None and own[1] is not None and name in changed:
                     if own[1].data_ptr() != changed[name].data_ptr():
                         own[1].copy_(changed[name])
                     self.missing.discard(own[0])
+
+
+@dataclass(frozen=True)
+class _Elements:
+    """Checked elements of a tensor.
+
+    Attributes:
+        entry: entry of the manifest, with offsets in `data`.
+        data: (n,) uint8, the bytes of values and positions.
+        first, last: indices of the first and the last element in the sender's part.
+    """
+
+    entry: dict[str, Any]
+    data: Tensor
+    first: int
+    last: int
+
+    @property
+    def numel(self) -> int:
+        return int(self.entry["numel"])
+
+    def copied(self) -> _Elements:
+        return _Elements(self.entry, self.data.detach().clone(), self.first, self.last)
+
+
+def checked_manifest(manifest: Any) -> dict[str, Any]:
+    """Returns a manifest whose keys have values of the right kinds; `run` is "" if it is absent.
+
+    Raises:
+        WeightsRefusedError: a key is missing, or has another kind of value.
+    """
+
+    def require(holds: bool, key: str, got: object) -> None:
+        if not holds:
+            raise WeightsRefusedError(f"damaged manifest: {key} is {str(got)[:80]!r}")
+
+    require(isinstance(manifest, dict), "it", type(manifest).__name__)
+    found = {"run": "", **manifest}
+    run, since, ties, tensors = (found.get(key) for key in ("run", "since", "ties", "tensors"))
+    require(isinstance(run, str) and len(run) <= 64, "run", run)
+    for key in ("version", "sender", "senders", "index"):
+        require(_is_number(found.get(key)), key, found.get(key))
+    require("since" in found and (since is None or _is_number(since)), "since", since)
+    require(found["sender"] < found["senders"], "sender", found["sender"])
+    require(isinstance(found.get("last"), bool), "last", found.get("last"))
+    require(isinstance(ties, dict) and all(isinstance(name, str) for name in ties.values()), "ties", ties)
+    require(isinstance(tensors, list), "tensors", tensors)
+    for entry in tensors or ():
+        require(isinstance(entry, dict), "an entry", entry)
+        require(isinstance(entry.get("name"), str), "name", entry.get("name"))
+        where = f"{entry['name'][:200]}: "
+        require(isinstance(entry.get("dtype"), str), f"{where}dtype", entry.get("dtype"))
+        for key in ("offset", "numel", "start", "positions"):
+            require(_is_number(entry.get(key)), where + key, entry.get(key))
+        require(_is_number(entry.get("high", 0)), f"{where}high", entry.get("high"))
+        for key in ("shape", "cut"):
+            require(isinstance(entry.get(key), list) and all(map(_is_number, entry[key])), where + key, entry.get(key))
+        cut = entry["cut"]
+        require(len(cut) == 3 and cut[0] > 0 and cut[2] < cut[1], f"{where}cut", cut)
+    return found
+
+
+def _is_number(value: object) -> bool:
+    return type(value) is int and 0 <= value < _MOST_NUMBER
+
+
+def _checked_piece(entry: Mapping[str, Any], payload: Tensor, tensor: Tensor, where: str) -> _Elements:
+    """Returns the elements of an entry, without copying them, or raises if the bytes are not those of the entry."""
+
+    def refuse(what: str, expected: object, got: object) -> WeightsRefusedError:
+        return WeightsRefusedError(f"{where}: damaged: {what}: expected {expected}, got {got}")
+
+    numel, start, offset = entry["numel"], entry["start"], entry["offset"]
+    high, encoded_nbytes, itemsize = entry.get("high", 0), entry["positions"], tensor.dtype.itemsize
+    if numel > tensor.numel() or (tensor.numel() and not numel):
+        raise refuse("number of elements", f"1 to {tensor.numel()}", numel)
+    if not high and offset % itemsize:
+        raise refuse("offset", f"a multiple of {itemsize}", offset)
+    middle = _end_of_values(entry)
+    end = middle + encoded_nbytes
+    if end > payload.numel():
+        raise refuse("payload", f"{end} bytes or more", payload.numel())
+    if encoded_nbytes > numel + tensor.numel() // _ESCAPE + 1:
+        raise refuse("positions", f"at most {numel + tensor.numel() // _ESCAPE + 1} bytes", encoded_nbytes)
+    data = payload[offset:end]
+    if high:
+        packed = (numel + 1) // 2
+        if itemsize != 2 or high < _CODED + packed:
+            raise refuse("coded bytes", f"{_CODED + packed} or more, for values of 2 bytes", high)
+        codes = data[numel + _CODED : numel + _CODED + packed]
+        literal = int(((codes & 15) == _CODED).sum() + ((codes >> 4) == _CODED)[: numel // 2].sum())
+        if high != _CODED + packed + literal:
+            raise refuse("coded bytes", _CODED + packed + literal, high)
+    first, last = start, start + numel - 1
+    if encoded_nbytes:
+        encoded = data[middle - offset :]
+        count = int((encoded != _ESCAPE).sum())
+        if count != numel or int(encoded[-1]) == _ESCAPE:
+            raise refuse("positions", numel, count)
+        places = _decode_positions(encoded)
+        first, last = start + int(places[0]), start + int(places[-1])
+    run, parts, part = entry["cut"]
+    if numel and (last // run * parts + part) * run + last % run >= tensor.numel():
+        raise refuse("place of the elements", f"in a tensor of {tensor.numel()}", f"element {last} of part {part}")
+    return _Elements({**entry, "offset": 0}, data, first, last)
 
 
 def values_of(entry: Mapping[str, Any], payload: Tensor) -> Tensor:
@@ -330,23 +512,31 @@ class Channel:
         if packet.payload.numel():
             self._broadcast(packet.payload.cpu())
 
-    def receive(self) -> Packet | None:
+    def receive(self, most_nbytes: int = _MOST_NUMBER) -> Packet | None:
         """Receives the next packet; returns None if the sender ends the version early.
 
+        Args:
+            most_nbytes: most bytes of a payload.
+
         Raises:
-            ConnectionError: the sender is gone.
+            ConnectionError: the sender is gone, or sends more.
+            WeightsRefusedError: the packet has no valid manifest; the next packet can be received.
         """
         manifest_nbytes, nbytes = self._broadcast(torch.zeros(2, dtype=torch.int64)).tolist()
         if manifest_nbytes == _ABORTED:
             return None
+        if not (0 <= manifest_nbytes <= _MOST_MANIFEST_NBYTES and 0 <= nbytes <= most_nbytes):
+            self.broken = f"weights of sender {self.sender}: a packet of {manifest_nbytes} and {nbytes} bytes"
+            raise ConnectionError(self.broken)
         manifest = self._broadcast(torch.empty(manifest_nbytes, dtype=torch.uint8))
         payload = torch.empty(nbytes, dtype=torch.uint8)
-        return Packet(json.loads(bytes(manifest.tolist())), self._broadcast(payload) if nbytes else payload)
+        payload = self._broadcast(payload) if nbytes else payload
+        return Packet(_parsed(manifest.numpy().tobytes()), payload)
 
     def exchange(self, text: str) -> list[str]:
         """Gathers a text of at most 4096 bytes from each process, in rank order."""
         own = torch.zeros(_TEXT_NBYTES, dtype=torch.uint8)
-        encoded = text.encode()[:_TEXT_NBYTES]
+        encoded = text.encode(errors="backslashreplace")[:_TEXT_NBYTES]
         own[: len(encoded)] = torch.frombuffer(bytearray(encoded or b"\0"), dtype=torch.uint8)[: len(encoded)]
         rows = [torch.empty_like(own) for _ in range(self.size)]
         self._wait(lambda: self._group.allgather([rows], [own]))
@@ -382,16 +572,16 @@ def receive_version(receiver: WeightReceiver, channels: Sequence[Channel]) -> st
         for channel in channels:
             last = False
             while not last:
-                packet = channel.receive()
-                if packet is None:
-                    refusal, last = refusal or f"sender {channel.sender} ended the version early", True
-                    continue
-                last = packet.manifest["last"]
-                if not refusal:
-                    try:
+                try:
+                    packet = channel.receive(receiver.most_nbytes)
+                    if packet is None:
+                        refusal, last = refusal or f"sender {channel.sender} ended the version early", True
+                        continue
+                    last = packet.manifest["last"]
+                    if not refusal:
                         receiver.take(packet)
-                    except WeightsRefusedError as error:
-                        refusal = str(error)
+                except WeightsRefusedError as error:
+                    refusal = refusal or str(error)
         for channel in channels:
             channel.exchange(refusal)
     except ConnectionError:
@@ -406,48 +596,133 @@ def receive_version(receiver: WeightReceiver, channels: Sequence[Channel]) -> st
 
 
 def write_packet(packet: Packet, folder: Path) -> Path:
-    """Writes a packet under a hidden name, and renames the complete file."""
+    """Writes a packet under a hidden name, and renames the complete file, which only its owner may read."""
     manifest = packet.manifest
     assert packet.payload is not None, "a packet without a payload"
     path = folder / f"weights-{manifest['version']:08d}-{manifest['sender']:05d}-{manifest['index']:06d}"
     text = json.dumps(manifest).encode()
     nbytes = ALIGN_NBYTES + len(text) + -len(text) % ALIGN_NBYTES
-    hidden = path.with_name(f".{path.name}")
-    _reserve(hidden, nbytes + packet.payload.numel())
-    # Mapped rather than written, so that the payload is copied directly into the memory of the file.
-    mapped = torch.from_file(str(hidden), shared=True, size=nbytes + packet.payload.numel(), dtype=torch.uint8)
     head = len(text).to_bytes(8, "little").ljust(ALIGN_NBYTES, b"\0") + text.ljust(nbytes - ALIGN_NBYTES)
+    hidden = path.with_name(f".{path.name}")
+    handle = _reserve(hidden, nbytes + packet.payload.numel())
+    try:
+        # Mapped rather than written, so that the payload is copied directly into the memory of the file.
+        mapped = torch.frombuffer(mmap.mmap(handle, nbytes + packet.payload.numel()), dtype=torch.uint8)
+    finally:
+        os.close(handle)
     mapped[:nbytes] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
     mapped[nbytes:] = packet.payload
     os.replace(hidden, path)
     return path
 
 
-def _reserve(path: Path, nbytes: int) -> None:
-    """Allocates a file: writing to a mapping that exceeds the free space would kill the process.
+def _reserve(path: Path, nbytes: int) -> int:
+    """Creates a file and allocates it: writing to a mapping that exceeds the free space would kill the process.
+
+    Returns:
+        The open file.
 
     Raises:
         OSError: the free space is too small; the file is removed.
     """
+    path.unlink(missing_ok=True)  # of a sender that was killed
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
-        with path.open("wb") as file:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, nbytes)
+        os.truncate(handle, nbytes)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(handle, 0, nbytes)
     except OSError as error:
+        os.close(handle)
         path.unlink(missing_ok=True)
         raise OSError(error.errno, f"{error.strerror}: no room for a packet of {nbytes} bytes", str(path)) from error
+    return handle
+
+
+def open_own(path: Path) -> int:
+    """Opens a file for reading, which must be a regular file of this user, or of the owner of its folder.
+
+    Raises:
+        FileNotFoundError: there is none.
+        WeightsRefusedError: it cannot be opened, is a link or another kind of file, or of another user.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise WeightsRefusedError(f"{path}: cannot be opened ({error.strerror})") from None
+    found = os.fstat(handle)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid not in (os.geteuid(), path.parent.stat().st_uid):
+        os.close(handle)
+        raise WeightsRefusedError(f"{path}: expected a regular file of this user, got another")
+    return handle
+
+
+def require_own_folder(folder: Path) -> None:
+    """Raises WeightsRefusedError if another user could write into a folder."""
+    found = os.lstat(folder)
+    is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid in (os.geteuid(), 0) and not found.st_mode & stat.S_IWOTH
+    if not is_ours:
+        raise WeightsRefusedError(
+            f"{folder}: expected a folder of this user that others cannot write to, got mode "
+            f"{stat.filemode(found.st_mode)} of user {found.st_uid}; choose another folder, or `chmod 700` it"
+        )
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
+    try:
+        return checked_manifest(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, WeightsRefusedError):
+            raise
+        raise WeightsRefusedError(f"damaged manifest: not JSON ({type(error).__name__})") from None
 
 
 def _read_packet(path: Path) -> Packet:
-    mapped = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
-    length = int.from_bytes(bytes(mapped[:8].tolist()), "little")
-    text = bytes(mapped[ALIGN_NBYTES : ALIGN_NBYTES + length].tolist())
-    return Packet(json.loads(text), mapped[ALIGN_NBYTES + length + -length % ALIGN_NBYTES :])
+    """Returns the packet of a file, which stays mapped.
+
+    Raises:
+        FileNotFoundError: there is none.
+        WeightsRefusedError: it is damaged, or the program may not open it.
+    """
+    handle = open_own(path)
+    try:
+        nbytes = os.fstat(handle).st_size
+        if nbytes < ALIGN_NBYTES:
+            raise WeightsRefusedError(f"{path}: damaged: {nbytes} bytes")
+        mapped = torch.frombuffer(mmap.mmap(handle, nbytes, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+    finally:
+        os.close(handle)
+    length = int.from_bytes(mapped[:8].numpy().tobytes(), "little")
+    begin = ALIGN_NBYTES + length + -length % ALIGN_NBYTES
+    if length > _MOST_MANIFEST_NBYTES or begin > nbytes:
+        raise WeightsRefusedError(f"{path}: damaged: a manifest of {length} bytes in a file of {nbytes}")
+    try:
+        manifest = _parsed(mapped[ALIGN_NBYTES : ALIGN_NBYTES + length].numpy().tobytes())
+    except WeightsRefusedError as error:
+        raise WeightsRefusedError(f"{path}: {error}") from None
+    return Packet(manifest, mapped[begin:])
 
 
 def refusal_file(folder: Path, receiver: str) -> Path:
-    """Path of the file in which the receiver `receiver` reports why it refused a version."""
+    """Path of the file in which the receiver `receiver` reports why it refused a version.
+
+    Raises:
+        ValueError: the name is not one of letters, digits, ".", "_" and "-".
+    """
+    if not re.fullmatch(r"[\w.-]{1,100}", receiver):
+        raise ValueError(f"name of a receiver: expected letters, digits, '.', '_' and '-', got {receiver!r}")
     return folder / f"refused-{receiver}"
+
+
+def _refuse(folder: Path, receiver: str, why: str) -> None:
+    path = refusal_file(folder, receiver)
+    hidden = path.with_name(f".{path.name}-{os.getpid()}")
+    hidden.unlink(missing_ok=True)
+    handle = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(why[:_TEXT_NBYTES])
+    os.replace(hidden, path)
 
 
 def receive_files(receiver: WeightReceiver, folder: Path | str, name: str, timeout_seconds: float = 0.0) -> bool:
@@ -463,38 +738,55 @@ def receive_files(receiver: WeightReceiver, folder: Path | str, name: str, timeo
         WeightsRefusedError: a version does not fit. A delta to a version that this receiver does not have raises no
             error; the file asks the sender for all weights.
     """
-    folder, before = Path(folder), receiver.version
+    folder, before = Path(folder), (receiver.run, receiver.version)
+    refusal_file(folder, name)
     until = time.monotonic() + timeout_seconds
     while True:
-        for paths in _complete_versions(folder, receiver.version):
+        versions, refused = _complete_versions(folder, receiver)
+        for paths in versions:
             try:
                 for path in paths:
-                    receiver.take(_read_packet(path))
+                    refused = None if receiver.take(_read_packet(path)) else refused
             except WeightsRefusedError as error:
-                refusal_file(folder, name).write_text(str(error))
-                if "send all weights" not in str(error):
-                    raise
+                receiver.drop()
+                refused = error
             except FileNotFoundError:  # the sender removed it because it has written newer versions
                 receiver.drop()
-        if receiver.version != before or time.monotonic() >= until:
-            return receiver.version != before
+        if refused is not None:
+            _refuse(folder, name, str(refused))
+            if "send all weights" not in str(refused):
+                raise refused
+        if (receiver.run, receiver.version) != before or time.monotonic() >= until:
+            return (receiver.run, receiver.version) != before
         time.sleep(0.01)
 
 
-def _complete_versions(folder: Path, after: int | None) -> list[list[Path]]:
-    """Returns the files of each newer version with all its packets, the oldest version first."""
-    files: dict[int, list[Path]] = {}
-    for path in sorted(folder.glob("weights-*")):
-        files.setdefault(int(path.name.split("-")[1]), []).append(path)
-    complete = []
-    for version, paths in files.items():
-        if after is not None and version <= after:
-            continue
-        last: dict[str, Path] = {path.name.split("-")[2]: path for path in paths}
+def _complete_versions(folder: Path, receiver: WeightReceiver) -> tuple[list[list[Path]], WeightsRefusedError | None]:
+    """Returns the files of each version with all its packets that the receiver does not have, the oldest first.
+
+    The second value is the reason why a version cannot be read.
+    """
+    complete: list[list[Path]] = []
+    refused: WeightsRefusedError | None = None
+    if not os.path.lexists(folder):
+        return complete, refused
+    require_own_folder(folder)
+    files: dict[int, dict[int, dict[int, Path]]] = {}
+    for path in folder.iterdir():
+        if (match := _FILE.fullmatch(path.name)) is not None:
+            version, sender, index = (int(match[key]) for key in ("version", "sender", "index"))
+            files.setdefault(version, {}).setdefault(sender, {})[index] = path
+    for version, senders in sorted(files.items()):
         try:
-            manifests = [_read_packet(path).manifest for path in last.values()]
+            last = [_read_packet(paths[max(paths)]).manifest for paths in senders.values()]
         except FileNotFoundError:
             continue
-        if all(manifest["last"] for manifest in manifests) and len(last) == manifests[0]["senders"]:
-            complete.append(paths)
-    return complete
+        except WeightsRefusedError as error:
+            refused = error
+            continue
+        own = all(manifest["run"] == receiver.run for manifest in last)
+        if own and receiver.version is not None and version <= receiver.version:
+            continue
+        if all(manifest["last"] for manifest in last) and len(last) == last[0]["senders"]:
+            complete.append([path for _, paths in sorted(senders.items()) for _, path in sorted(paths.items())])
+    return complete, refused

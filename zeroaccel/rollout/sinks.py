@@ -6,20 +6,37 @@ last packet. `receiver.py` has the receiving side.
 
 from __future__ import annotations
 
+import fcntl
+import os
+import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
 from zeroaccel.comm.agree import agree_or_raise
 from zeroaccel.errors import UsageError
-from zeroaccel.rollout.receiver import Channel, Packet, values_of, write_packet
+from zeroaccel.rollout.receiver import (
+    Channel,
+    Packet,
+    WeightsRefusedError,
+    open_own,
+    require_own_folder,
+    values_of,
+    write_packet,
+)
 from zeroaccel.zero.engine_base import EngineBase
 
 __all__ = ["ChannelSink", "FileSink", "SafetensorsSink", "Sink", "send"]
+
+
+_LOCK_SECONDS = 5.0  # within which the other senders of a run take over a folder
+_MOST_TEXT_NBYTES = 4096
 
 
 class Sink(ABC):
@@ -85,8 +102,14 @@ def send(engine: EngineBase, packets: Iterator[Packet], sink: Sink | None) -> in
 class FileSink(Sink):
     """Writes a file per packet to a folder, preferably in shared memory (/dev/shm/run); `receive_files` reads them.
 
+    A new folder and the files belong to this user alone. The first packet of a run removes the packets of earlier runs,
+    so that a program that starts again replaces its own.
+
     Args:
         versions: number of versions to keep; older ones are removed. A receiver that missed one needs all weights.
+
+    Raises:
+        UsageError: another user could write to the folder; or, from `put`, another running program writes to it.
 
     `finish` returns the refusals of earlier versions that receivers have reported so far.
     """
@@ -95,12 +118,21 @@ class FileSink(Sink):
         self._folder, self._versions = Path(folder), versions
         self._paths: dict[int, list[Path]] = {}
         self._sender = 0
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._writes: IO[str] | None = None  # holds this program's lock of the folder
+        self._folder.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            self._folder.mkdir(mode=0o700)
+        try:
+            require_own_folder(self._folder)
+        except WeightsRefusedError as error:
+            raise UsageError(f"FileSink: {error}") from None
 
     def put(self, packet: Packet) -> None:
         self._sender = packet.manifest["sender"]
-        if not self._paths and (old := next(self._folder.glob(f"weights-*-{self._sender:05d}-*"), None)):
-            raise UsageError(f"FileSink({self._folder})", expected="a folder of this run", got=old.name)
+        if self._writes is None:
+            self._writes = _folder_of_run(self._folder, packet.manifest["run"])
+            for path in self._folder.glob(f"weights-*-{self._sender:05d}-*"):  # of an earlier sink of this run
+                path.unlink(missing_ok=True)
         path = write_packet(packet, self._folder)
         self._paths.setdefault(packet.manifest["version"], []).append(path)
 
@@ -109,7 +141,7 @@ class FileSink(Sink):
             self._remove(min(self._paths))
         found = []
         for path in sorted(self._folder.glob("refused-*")) if self._sender == 0 else ():
-            found.append(f"{path.name.removeprefix('refused-')}: {path.read_text()}")
+            found.append(f"{path.name.removeprefix('refused-')}: {_text_of(path)}")
             path.unlink()
         return found
 
@@ -117,9 +149,66 @@ class FileSink(Sink):
         if self._paths:
             self._remove(max(self._paths))
 
+    def close(self) -> None:
+        """Lets other runs write to the folder, whose packets stay; the end of the process does the same."""
+        if self._writes is not None:
+            self._writes.close()
+            self._writes = None
+
     def _remove(self, version: int) -> None:
         for path in self._paths.pop(version):
             path.unlink(missing_ok=True)
+
+
+def _text_of(path: Path) -> str:
+    try:
+        with open(open_own(path), "rb") as file:
+            return file.read(_MOST_TEXT_NBYTES).decode(errors="replace")
+    except (OSError, WeightsRefusedError) as error:
+        return f"a refusal that cannot be read ({error})"
+
+
+def _folder_of_run(folder: Path, run: str) -> IO[str]:
+    """Locks a folder for the senders of a run; the first of them removes the files of earlier runs.
+
+    Returns:
+        The file that holds the lock as long as it is open: shared by the senders of a run.
+
+    Raises:
+        UsageError: another run writes to the folder.
+    """
+    handle = os.open(folder / ".run", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    file = open(handle, "r+", errors="replace")  # noqa: SIM115 - the sink keeps it open
+    until = time.monotonic() + _LOCK_SECONDS
+    while True:
+        with suppress(BlockingIOError):
+            # Locks of this kind end with the process, and forks of it do not inherit them.
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if file.read() != run:
+                for path in (*folder.glob("weights-*"), *folder.glob(".weights-*"), *folder.glob("refused-*")):
+                    path.unlink(missing_ok=True)
+                file.seek(0)
+                file.truncate()
+                file.write(run)
+                file.flush()
+            fcntl.lockf(handle, fcntl.LOCK_SH)
+            return file
+        with suppress(BlockingIOError):
+            fcntl.lockf(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            file.seek(0)
+            if file.read() == run:
+                return file
+            fcntl.lockf(handle, fcntl.LOCK_UN)
+        if time.monotonic() >= until:
+            file.close()
+            raise UsageError(
+                f"FileSink({folder})",
+                expected="a folder of this run",
+                got="a folder that another running program writes to",
+                fix="end that program or close() its sink, or choose another folder",
+            )
+        file.seek(0)
+        time.sleep(0.01)
 
 
 class ChannelSink(Sink):
@@ -147,6 +236,7 @@ class SafetensorsSink(Sink):
     def __init__(self, path: Path | str) -> None:
         self._path = Path(path)
         self._tensors: dict[str, Tensor] = {}
+        self._numel: Counter[str] = Counter()  # elements so far
         self._ties: dict[str, str] = {}
 
     def put(self, packet: Packet) -> None:
@@ -161,16 +251,21 @@ class SafetensorsSink(Sink):
                 tensor = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
                 self._tensors[entry["name"]] = tensor
             tensor.view(-1)[entry["start"] : entry["start"] + entry["numel"]] = values_of(entry, payload)
+            self._numel[entry["name"]] += entry["numel"]
 
     def finish(self) -> list[str]:
         from safetensors.torch import save_file  # only writing a file requires the library
 
+        for name, tensor in self._tensors.items():
+            if self._numel[name] != tensor.numel():
+                got = f"{self._numel[name]} of {tensor.numel()} elements"
+                raise UsageError(f"SafetensorsSink: {name}", expected="a stream of all weights", got=got)
         metadata: dict[str, Any] = {"format": "pt", **self._ties}
         hidden = self._path.with_name(f".{self._path.name}")
         save_file(self._tensors, hidden, metadata=metadata)
         hidden.replace(self._path)
-        self._tensors, self._ties = {}, {}
+        self.abort()
         return []
 
     def abort(self) -> None:
-        self._tensors, self._ties = {}, {}
+        self._tensors, self._ties, self._numel = {}, {}, Counter()

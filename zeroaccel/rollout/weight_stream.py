@@ -7,15 +7,18 @@ time. `stream_deltas` gathers nothing: each rank sends the elements of its shard
 Adapter layers like PEFT's (a wrapper with `base_layer`, `merge()` and `merged_adapters`) merge their adapters into
 copies of the base weights with their own `merge()`. `as_saved` converts units to the layout of transformers' files.
 
-[Note: versions] Each stream has its own version number. A stream of all weights in their own dtypes is a base: the next
-delta contains the elements that changed since, and becomes the base of the following delta. If `since` is not the base,
-or the marks were lost, the delta contains all values of every shard, still without a gather.
+[Note: versions] Each stream has its own version number within the run of its engine, which has an id: a program that
+starts again begins with version 1, which receivers must not take for that of the earlier run. A stream of all weights
+in their own dtypes is a base: the next delta contains the elements that changed since, and becomes the base of the
+following delta. If `since` is not the base, or the marks were lost, the delta contains all values of every shard, still
+without a gather.
 """
 
 from __future__ import annotations
 
 import hashlib
 import sys
+import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -24,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroaccel.checkpoint.save_plan import EngineState, code_names, persistent_buffers
-from zeroaccel.comm.agree import agree_or_raise, agreed
+from zeroaccel.comm.agree import agree_or_raise, agreed, from_rank_0
 from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.rollout.receiver import ALIGN_NBYTES, Packet, encode_high_bytes, encode_positions
 from zeroaccel.zero.access.param_registry import ParamHandle
@@ -118,6 +121,7 @@ class WeightSender:
 
     Attributes:
         version: version of the last stream that began; 0 before the first.
+        run: id of this engine's versions, the same on all ranks; "" before the first stream.
         base: version that the next delta can be based on; None if there is none.
     """
 
@@ -127,6 +131,7 @@ class WeightSender:
         self._ranks = engine.collectives.job
         self._is_open = self._may_be_base = False
         self.version = 0
+        self.run = ""
         self.base: int | None = None
 
     @property
@@ -201,7 +206,10 @@ class WeightSender:
         engine, state = self._engine, self._state()
         receives = request.rank is None or request.rank == self._ranks.rank
         leads = self._leads()
-        head = {"version": self.version, "since": None, "sender": leads.index(state.lead), "senders": len(leads)}
+        head = {
+            **{"run": self.run, "version": self.version, "since": None},
+            **{"sender": leads.index(state.lead), "senders": len(leads)},
+        }
         bucket = _Bucket(request.bucket_nbytes, head, receives)
         failure: Exception | None = None
         layers = list(adapter_layers(engine.module)) if request.merges else []
@@ -311,7 +319,10 @@ class WeightSender:
 
     def _deltas(self, since: int | None) -> Iterator[Packet]:
         state, version = self._state(), self._engine.weights_version
-        head = {"version": self.version, "since": since, "sender": self._ranks.rank, "senders": self._ranks.world_size}
+        head = {
+            **{"run": self.run, "version": self.version, "since": since},
+            **{"sender": self._ranks.rank, "senders": self._ranks.world_size},
+        }
         index = 0
         for buffer in state.buffers():
             if not state.saves(buffer):
@@ -340,10 +351,12 @@ class WeightSender:
                 f"engine.{call}()",
                 expected="no other stream of weights",
                 got="a stream that has not ended",
-                fix="iterate over it to the last packet, or close it on all ranks",
+                fix="iterate over it to the last packet, or close or drop it on all ranks",
             )
 
     def _begin(self) -> None:
+        if not self.run:
+            self.run = from_rank_0(self._ranks, lambda: uuid.uuid4().hex, "weights: run")
         self.version += 1
         self._is_open = True
 
@@ -381,7 +394,7 @@ class WeightSender:
 
 
 class _Stream(Iterator[Packet]):
-    """An iterator of packets that calls `end` once, even if the program closes it before the first packet."""
+    """An iterator of packets that calls `end` once, even if the program closes or drops it before the first packet."""
 
     def __init__(self, packets: Iterator[Packet], end: Callable[[bool], None]) -> None:
         self._packets, self._end = packets, end
@@ -401,6 +414,8 @@ class _Stream(Iterator[Packet]):
         """Ends the stream early. (all ranks, after the same packet)"""
         self._packets.close()  # type: ignore[attr-defined]
         self._finish(False)
+
+    __del__ = close
 
     def _finish(self, done: bool) -> None:
         if not self._is_over:

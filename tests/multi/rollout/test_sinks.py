@@ -20,7 +20,7 @@ from tests.support.pool import Ranks
 from tests.support.training import Toy, batches, config, train_step
 from zeroaccel.errors import UsageError
 from zeroaccel.rollout import Channel, ChannelSink, FileSink, SafetensorsSink, Sink, WeightReceiver, send
-from zeroaccel.rollout.receiver import Packet, receive_files, receive_version
+from zeroaccel.rollout.receiver import Packet, receive_files, receive_version, refusal_file
 from zeroaccel.zero.engine import Engine
 
 
@@ -197,8 +197,28 @@ def _with_failures(folder: Path) -> None:
     assert published(engine.stream_deltas(None))
     assert seen == losses
     assert len({path.name.split("-")[1] for path in folder.glob("weights-*")}) == 1  # older ones are removed
-    with pytest.raises(UsageError, match="expected a folder of this run"):
-        send(engine, engine.stream_deltas(None), FileSink(folder))
+    engine.destroy()
+    files.close()
+    engine.collectives.barrier("closed")
+    # A trainer that starts again replaces its folder, and no receiver applies its deltas to the earlier weights.
+    engine = _engine()
+    engine.mark_changes()
+    again = FileSink(folder)
+    send(engine, engine.stream_weights(only_rank=0), again if rank == 0 else None)
+    for step in range(2):
+        _step(engine, step)
+        send(engine, engine.stream_deltas(engine.streamed_version), again)
+    if rank == 0:
+        receiver.version = 2  # by the numbers, the last delta fits
+        assert not receive_files(receiver, folder, "generator")
+        assert "another run of the trainer" in refusal_file(folder, "generator").read_text()
+    engine.collectives.barrier("refused")
+    with pytest.raises(UsageError, match="another run of the trainer"):
+        send(engine, engine.stream_deltas(3), again)
+    send(engine, engine.stream_deltas(None), again)
+    assert rank != 0 or receive_files(receiver, folder, "generator")
+    expected = _weights(engine)
+    assert rank != 0 or all(torch.equal(receiver.tensors[name], value) for name, value in expected.items())
     engine.destroy()
 
 

@@ -117,6 +117,8 @@ def _misuse() -> None:
         engine.step()
     open_one.close()
     engine.step()
+    for _ in engine.stream_weights(bucket_bytes=BUCKET):
+        break  # the loop drops the iterator
     for _ in engine.stream_weights():
         pass
     with pytest.raises(EngineStateError, match=r"call engine.mark_changes\(\) before"):

@@ -155,3 +155,107 @@ def test_the_receiver_is_a_file_that_needs_torch_only(tmp_path: Path) -> None:
     copy.write_text(Path(receiver_module.__file__).read_text())
     program = "import receiver, sys; assert not any(name.startswith('zeroaccel') for name in sys.modules)"
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, env={"PYTHONPATH": str(tmp_path)})
+
+
+def small_versions() -> list[Packet]:
+    """Returns versions of the tensors of `weights_of_versions`: all values, and a coded delta to them."""
+    values = torch.arange(40.0).bfloat16()
+    high = encode_high_bytes(torch.full((20,), 64, dtype=torch.uint8))
+    places = encode_positions(torch.arange(0, 40, 2))
+    entries: list[dict[str, Any]] = [
+        {"name": name, "shape": [40], "dtype": "bfloat16", "offset": offset, "numel": 20, "start": start}
+        | {"positions": 0, "cut": [2, 2, part]}
+        for name, offset, start, part in (("a", 0, 0, 0), ("a", 48, 0, 1), ("b", 96, 0, 1), ("b", 144, 0, 0))
+    ]
+    payload = torch.cat([values.view(torch.uint8), torch.zeros(112, dtype=torch.uint8)])
+    delta = {"name": "a", "shape": [40], "dtype": "bfloat16", "offset": 0, "numel": 20, "start": 0, "cut": [40, 1, 0]}
+    delta |= {"positions": places.numel(), "high": high.numel()}
+    head = {"run": "r", "sender": 0, "senders": 1, "index": 0, "last": True}
+    coded = torch.cat([torch.arange(20, dtype=torch.uint8), high, places])
+    return [
+        Packet({**head, "version": 1, "since": None, "ties": {"c": "a"}, "tensors": entries}, payload),
+        Packet({**head, "version": 2, "since": 1, "ties": {}, "tensors": [delta]}, coded),
+    ]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_every_damaged_file_is_refused_or_a_whole_version(tmp_path: Path, number: int) -> None:
+    whole, folder = small_versions(), tmp_path / "files"
+    folder.mkdir()
+    path = write_packet(whole[number], folder)
+    content = path.read_bytes()
+    flips = [content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :] for at in range(len(content))]
+    outcomes = set()
+    for damaged in [content, *flips, *(content[:size] for size in range(0, len(content), 7))]:
+        weights = {name: torch.full((40,), 7.0).bfloat16() for name in "abc"}
+        receiver = WeightReceiver(weights)
+        if number:
+            receiver.take(whole[0])
+        before = {name: value.clone() for name, value in weights.items()}
+        path.write_bytes(damaged)
+        try:
+            taken = receive_files(receiver, folder, "gen")
+        except WeightsRefusedError:
+            taken = False
+        outcomes.add(taken)
+        if not taken:
+            assert receiver.version == (1 if number else None)
+            assert all(
+                torch.equal(value.view(torch.int16), before[name].view(torch.int16)) for name, value in weights.items()
+            )
+        elif number == 0:
+            assert receiver.missing in (set(), {"c"})
+    assert outcomes == {True, False}
+
+
+REFUSED_TOGETHER = [
+    ([("w", [0, 2]), ("w", [1, 1])], "expected each element once"),
+    ([("w", [0, 2])], "expected 3 elements, got 2: a part is missing"),
+    ([], "expected all weights, got no tensor of this receiver"),
+]
+
+
+@pytest.mark.parametrize(("parts", "said"), REFUSED_TOGETHER)
+def test_the_parts_of_a_version_are_checked_together(parts: list[tuple[str, list[int]]], said: str) -> None:
+    head = packet(torch.ones(3)).manifest
+    entries = [{**head["tensors"][0], "start": start, "numel": numel} for _, (start, numel) in parts]
+    weights = {"w": torch.zeros(3)}
+    with pytest.raises(WeightsRefusedError, match=said):
+        WeightReceiver(weights).take(Packet({**head, "tensors": entries}, torch.ones(3).view(torch.uint8)))
+    assert not weights["w"].any()
+
+
+def test_versions_belong_to_a_run_of_the_trainer(tmp_path: Path) -> None:
+    weights = {"w": torch.zeros(3)}
+    receiver = WeightReceiver(weights)
+    assert receiver.take(packet(torch.ones(3), version=4, run="first"))
+    with pytest.raises(WeightsRefusedError, match="got 4 of another run of the trainer; send all weights"):
+        receiver.take(packet(torch.zeros(3), version=5, since=4, run="second"))
+    write_packet(packet(torch.full((3,), 2.0), version=1, run="second"), tmp_path)
+    assert receive_files(receiver, tmp_path, "gen")
+    assert (receiver.run, receiver.version, weights["w"].tolist()) == ("second", 1, [2.0] * 3)
+    assert not receive_files(receiver, tmp_path, "gen")
+
+
+def test_files_of_others_are_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir(mode=0o700)
+    path = write_packet(packet(torch.ones(3)), tmp_path / "folder")
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.rename(tmp_path / "elsewhere")
+    for make in (lambda: path.symlink_to(tmp_path / "elsewhere"), lambda: os.mkfifo(path)):
+        make()
+        with pytest.raises(WeightsRefusedError):
+            receive_files(WeightReceiver({"w": torch.zeros(3)}), tmp_path / "folder", "gen")
+        path.unlink()
+    target = tmp_path / "target"
+    refusal_file(tmp_path / "folder", "gen").unlink()
+    refusal_file(tmp_path / "folder", "gen").symlink_to(target)
+    write_packet(packet(torch.ones(4)), tmp_path / "folder")
+    with pytest.raises(WeightsRefusedError):
+        receive_files(WeightReceiver({"w": torch.zeros(3)}), tmp_path / "folder", "gen")
+    assert not target.exists()
+    (tmp_path / "folder").chmod(0o777)
+    with pytest.raises(WeightsRefusedError, match="others cannot write to"):
+        receive_files(WeightReceiver({"w": torch.zeros(3)}), tmp_path / "folder", "gen")
+    with pytest.raises(ValueError, match="name of a receiver"):
+        receive_files(WeightReceiver({}), tmp_path, "../gen")
