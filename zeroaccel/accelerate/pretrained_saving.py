@@ -1,4 +1,5 @@
-"""Patches transformers' `PreTrainedModel.save_pretrained`, which reads the model's state dict if it gets none.
+"""Patches transformers' `PreTrainedModel.save_pretrained`, which reads the model's state dict if it gets none, and
+PEFT's `PeftModel.save_pretrained`, which runs prompt encoders besides.
 
 At stage 3 that state dict is sharded: the patch gathers the weights, one unit at a time, while the files are written.
 `attach` installs it for a new engine if transformers is imported, and `detach` removes it. It does not change how
@@ -11,12 +12,14 @@ and no memory, so the host holds only one unit and the program's own copies.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import mmap
 import sys
+import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -40,10 +43,14 @@ def attach(engine: EngineBase) -> None:
     """Makes `save_pretrained` of the engine's model or its submodules gather weights, until the engine is destroyed."""
     _ENGINES.add(engine)
     engine.at_destroy(functools.partial(_ENGINES.discard, engine))
-    owner = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
-    if owner is not None and owner not in _ORIGINALS:
-        _ORIGINALS[owner] = owner.__dict__["save_pretrained"]
-        owner.save_pretrained = _gathering(_ORIGINALS[owner])
+    for module, name, patched in (
+        ("transformers.modeling_utils", "PreTrainedModel", _gathering),
+        ("peft.peft_model", "PeftModel", _gathering_adapters),
+    ):
+        owner = getattr(sys.modules.get(module), name, None)
+        if owner is not None and owner not in _ORIGINALS:
+            _ORIGINALS[owner] = owner.__dict__["save_pretrained"]
+            owner.save_pretrained = patched(_ORIGINALS[owner])
 
 
 def detach() -> None:
@@ -88,15 +95,7 @@ def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
                 del vars(model)["state_dict"]
 
         if not on_all_ranks:
-            gathered = getattr(engine, "gathered_state", None)
-            if gathered is None:
-                raise EngineStateError(
-                    f"{type(model).__name__}.save_pretrained(): the weights are sharded, and all ranks must take part "
-                    "in gathering them",
-                    fix="pass state_dict=accelerator.get_state_dict(model), called on all ranks, or call "
-                    "save_pretrained on all ranks with is_main_process=accelerator.is_main_process",
-                )
-            return save(dict(gathered))
+            return save(_gathered_before(engine, model))
         engine.checkpointer.prepare_to_save("save_pretrained")
         result, failure = None, None
         try:
@@ -108,6 +107,91 @@ def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return save_pretrained
+
+
+def _gathered_before(engine: Any, model: nn.Module) -> dict[str, Any]:
+    """Returns the full state dict that the caller of `save_pretrained` on one rank still has."""
+    gathered = getattr(engine, "gathered_state", None)
+    if gathered is None:
+        raise EngineStateError(
+            f"{type(model).__name__}.save_pretrained(): the weights are sharded, and all ranks must take part "
+            "in gathering them",
+            fix="pass state_dict=accelerator.get_state_dict(model), called on all ranks, or call "
+            "save_pretrained on all ranks with is_main_process=accelerator.is_main_process",
+        )
+    return dict(gathered)
+
+
+def _gathering_adapters(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns PEFT's `save_pretrained` for a sharded model: it gathers the adapters' values, and saves on rank 0."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def save_pretrained(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        model = bound.args[0]
+        engine_and_prefix = _engine_of(model)
+        if engine_and_prefix is None:
+            return original(*args, **kwargs)
+        engine, prefix = engine_and_prefix
+        more = bound.arguments.setdefault("kwargs", {})
+        state = more.get("state_dict")
+        ranks = engine.collectives.job
+        if state is None and ("is_main_process" in bound.arguments or ranks.world_size == 1):
+            engine.checkpointer.prepare_to_save("save_pretrained")
+            also = adapter_names(engine.checkpointer.state())
+            state = engine.checkpointer.consolidated_state_dict(exclude_frozen=True, also=also)
+        elif state is None:
+            state = _gathered_before(engine, model)
+        if state is None or not bound.arguments.get("is_main_process", True):
+            return None  # rank 0 has the values, and writes
+        more["state_dict"] = {name.removeprefix(prefix): value for name, value in state.items()}
+        with _whole_prompts(model, more["state_dict"]):
+            return original(*bound.args, **bound.kwargs)
+
+    return save_pretrained
+
+
+@contextmanager
+def _whole_prompts(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]:
+    """Replaces prompt encoders, which PEFT runs to save their result, by copies with the values of a state dict."""
+    prompts = model._modules.get("prompt_encoder")
+    encoders = {} if prompts is None else dict(prompts._modules)
+    for name, encoder in encoders.items():
+        start = f"prompt_encoder.{name}."
+        whole = copy.deepcopy(encoder)
+        assert prompts is not None
+        assert whole is not None
+        whole.load_state_dict({key.removeprefix(start): v for key, v in state.items() if key.startswith(start)})
+        prompts._modules[name] = whole
+    try:
+        yield
+    finally:
+        if prompts is not None:
+            prompts._modules.update(encoders)
+
+
+def adapter_names(engine_state: EngineState) -> frozenset[str]:
+    """Returns the names in the state dict that PEFT saves for a model's adapters; empty for other models. (all ranks)
+
+    PEFT chooses them on rank 0 and may look for the base's config. Prompt encoders are included whole.
+    """
+    model, peft = engine_state.model, sys.modules.get("peft")
+    adapters = getattr(model, "peft_config", None)
+    if peft is None or not isinstance(adapters, Mapping):
+        return frozenset()
+
+    def chosen() -> list[str]:
+        state = placeholder_state_dict(engine_state, exclude_frozen=False)
+        ids: set[int] = set()
+        for name, adapter in adapters.items():
+            if not adapter.is_prompt_learning:
+                with warnings.catch_warnings():  # PEFT warns again when it saves
+                    warnings.simplefilter("ignore")
+                    ids |= {id(value) for value in peft.get_peft_model_state_dict(model, state, name).values()}
+        return [name for name, value in state.items() if id(value) in ids or name.startswith("prompt_encoder.")]
+
+    return frozenset(from_rank_0(engine_state.job, chosen, "names of adapters"))
 
 
 def _engine_of(model: nn.Module) -> tuple[Any, str] | None:

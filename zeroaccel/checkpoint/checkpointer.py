@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -182,9 +183,9 @@ class Checkpointer:
             exclude_frozen=exclude_frozen,
         )
 
-    def consolidated_state_dict(self, *, exclude_frozen: bool) -> dict[str, Tensor] | None:
+    def consolidated_state_dict(self, *, exclude_frozen: bool, also: Collection[str] = ()) -> dict[str, Tensor] | None:
         self.prepare_to_save("consolidated_state_dict")
-        return consolidated_state_dict(self.state(), exclude_frozen=exclude_frozen)
+        return consolidated_state_dict(self.state(), exclude_frozen=exclude_frozen, also=also)
 
     def prepare_to_save(self, call: str) -> None:
         """Finishes a delayed update; raises if the weights are incomplete, mixed or divided between ranks."""

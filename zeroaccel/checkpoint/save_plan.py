@@ -324,6 +324,20 @@ def ties_of(model: nn.Module) -> dict[str, str]:
     return ties
 
 
+def shared_buffers(model: nn.Module) -> dict[str, str]:
+    """Returns alias -> the first name of the same persistent buffer; VeRA's layers share projections, for example."""
+    first: dict[int, str] = {}
+    ties: dict[str, str] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                full = f"{prefix}.{name}" if prefix else name
+                canonical = first.setdefault(id(buffer), full)
+                if canonical != full:
+                    ties[full] = canonical
+    return ties
+
+
 def state_dict_names(model: nn.Module) -> list[str]:
     """Returns the keys of a state dict, in order, without reading a value."""
     names: list[str] = []

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch import Tensor
 from zeroaccel.checkpoint import zero_to_fp32
 from zeroaccel.checkpoint.atomic_write import NewFile, remove_abandoned, write_all, write_durably
 from zeroaccel.checkpoint.consolidate import named_errors
-from zeroaccel.checkpoint.save_plan import EngineState, persistent_buffers
+from zeroaccel.checkpoint.save_plan import EngineState, persistent_buffers, shared_buffers
 from zeroaccel.checkpoint.zero_to_fp32 import CHUNK_NBYTES
 from zeroaccel.comm.agree import agreed
 from zeroaccel.errors import CheckpointError
@@ -123,25 +123,32 @@ def _named_errors(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def consolidated_state_dict(engine_state: EngineState, *, exclude_frozen: bool) -> dict[str, Tensor] | None:
+def consolidated_state_dict(
+    engine_state: EngineState, *, exclude_frozen: bool, also: Collection[str] = ()
+) -> dict[str, Tensor] | None:
     """Gathers all parameters and persistent buffers in host memory, in the model's order. (all ranks)
+
+    Args:
+        also: names of frozen parameters to include although `exclude_frozen` is True.
 
     Returns:
         On rank 0, a state dict of copies in the engine's dtypes; all names of a tied parameter map to one tensor. None
         on the other ranks, which join the all-gathers, one unit at a time.
     """
     tensors: dict[str, Tensor] = {}
-    for name, value in _streamed(engine_state, exclude_frozen=exclude_frozen):
+    for name, value in _streamed(engine_state, exclude_frozen=exclude_frozen, also=also):
         if engine_state.job.rank == 0:
             tensors[name] = value.to("cpu", copy=True)
     return with_ties(tensors, engine_state) if engine_state.job.rank == 0 else None
 
 
-def placeholder_state_dict(engine_state: EngineState, *, exclude_frozen: bool) -> dict[str, Tensor]:
+def placeholder_state_dict(
+    engine_state: EngineState, *, exclude_frozen: bool, also: Collection[str] = ()
+) -> dict[str, Tensor]:
     """Returns a `consolidated_state_dict` on the meta device: names, shapes and dtypes, no values."""
     tensors = {
         name: torch.empty(shape, dtype=dtype, device="meta")
-        for name, dtype, shape in tensor_specs(engine_state, exclude_frozen=exclude_frozen)
+        for name, dtype, shape in tensor_specs(engine_state, exclude_frozen=exclude_frozen, also=also)
     }
     return with_ties(tensors, engine_state)
 
@@ -149,7 +156,8 @@ def placeholder_state_dict(engine_state: EngineState, *, exclude_frozen: bool) -
 def with_ties(tensors: dict[str, Tensor], engine_state: EngineState) -> dict[str, Tensor]:
     """Returns the tensors under all of their names in the model's state dict, in its order."""
     tensors = join_wrappers(engine_state.model, tensors)
-    ties = {alias: name for alias, name in engine_state.ties.items() if name in tensors}
+    every = {**engine_state.ties, **shared_buffers(engine_state.model)}
+    ties = {alias: name for alias, name in every.items() if name in tensors}
     named = {**tensors, **{alias: tensors[name] for alias, name in ties.items()}}
     return {name: named[name] for name in engine_state.state_dict_names if name in named}
 
@@ -191,13 +199,15 @@ class FullValues:
             self._open = None
 
 
-def _streamed(engine_state: EngineState, *, exclude_frozen: bool) -> Iterator[tuple[str, Tensor]]:
+def _streamed(
+    engine_state: EngineState, *, exclude_frozen: bool, also: Collection[str] = ()
+) -> Iterator[tuple[str, Tensor]]:
     """Yields (name, full value) of the whole model, by descending item size. (all ranks)
 
     A value is valid on rank 0, until the next one.
     """
     values = FullValues(engine_state)
-    for source, (name, dtype, shape) in _specs_by_rank(engine_state, exclude_frozen=exclude_frozen):
+    for source, (name, dtype, shape) in _specs_by_rank(engine_state, exclude_frozen=exclude_frozen, also=also):
         value = torch.empty(0)
         if source == engine_state.lead:
             value = values.value(name)
@@ -210,9 +220,11 @@ def _streamed(engine_state: EngineState, *, exclude_frozen: bool) -> Iterator[tu
     values.reshard()
 
 
-def _specs_by_rank(engine_state: EngineState, *, exclude_frozen: bool) -> list[tuple[int, TensorSpec]]:
+def _specs_by_rank(
+    engine_state: EngineState, *, exclude_frozen: bool, also: Collection[str] = ()
+) -> list[tuple[int, TensorSpec]]:
     """Returns (rank that has it, spec) for each tensor of the whole model, in the order of `_streamed`. (all ranks)"""
-    own = list(tensor_specs(engine_state, exclude_frozen=exclude_frozen))
+    own = list(tensor_specs(engine_state, exclude_frozen=exclude_frozen, also=also))
     if engine_state.whole_model is None:
         return [(0, spec) for spec in own]
     leads = engine_state.lead == engine_state.job.rank
@@ -229,14 +241,16 @@ def all_tensor_specs(engine_state: EngineState, *, exclude_frozen: bool) -> list
     return [spec for _, spec in _specs_by_rank(engine_state, exclude_frozen=exclude_frozen)]
 
 
-def tensor_specs(engine_state: EngineState, *, exclude_frozen: bool) -> Iterator[TensorSpec]:
+def tensor_specs(
+    engine_state: EngineState, *, exclude_frozen: bool, also: Collection[str] = ()
+) -> Iterator[TensorSpec]:
     """Yields name, dtype and shape of this stage's tensors, in the order of `_streamed`; gathers nothing."""
     # Largest items first, so that every tensor in a safetensors file is aligned to its item size without gaps.
     for itemsize in (8, 4, 2, 1):
         for buffer in engine_state.buffers():
             if buffer.dtype.itemsize == itemsize:
                 for slot, param in zip(buffer.layout.slots, buffer.params, strict=True):
-                    if not (exclude_frozen and not param.requires_grad):
+                    if not exclude_frozen or param.requires_grad or slot.fqn in also:
                         yield slot.fqn, buffer.dtype, slot.whole_shape
         for name, value in persistent_buffers(engine_state.model):
             if value.dtype.itemsize == itemsize:

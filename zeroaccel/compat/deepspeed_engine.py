@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from zeroaccel.accelerate.pretrained_saving import adapter_names
 from zeroaccel.checkpoint.find import has_checkpoints
 from zeroaccel.checkpoint.weights import placeholder_state_dict
 from zeroaccel.comm.agree import agreed
@@ -525,9 +526,12 @@ class DeepSpeedMembers(EngineBase):
 
         DeepSpeed returns None there, and `save_pretrained` would read the sharded parameters instead.
         """
-        full = self.consolidated_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        # transformers excludes frozen parameters for an adapter, but PEFT also saves resized embeddings, for example.
+        engine_state = self.checkpointer.state()
+        also = adapter_names(engine_state) if exclude_frozen_parameters else frozenset()
+        full = self.checkpointer.consolidated_state_dict(exclude_frozen=exclude_frozen_parameters, also=also)
         if full is None:
-            full = placeholder_state_dict(self.checkpointer.state(), exclude_frozen=exclude_frozen_parameters)
+            full = placeholder_state_dict(engine_state, exclude_frozen=exclude_frozen_parameters, also=also)
         state = OrderedDict(full)
         if not exclude_frozen_parameters:
             self._gathered_state = (self.weights_version, weakref.ref(state))

@@ -6,7 +6,8 @@ from the model. `Accelerator.get_state_dict` below stage 3 reads the module's ow
 ranks hold parts of layers or different experts. With `TrainingArguments(enable_jit_checkpoint=True)`, each rank saves
 when its own timer expires; the patch makes the ranks agree on the step, and save after `on_step_end` has counted it.
 `attach` applies these patches for each engine, to imported libraries only; `detach()` restores the originals.
-`finder.py` patches `from_pretrained`, with `init_of_quantized`, when transformers is imported.
+`finder.py` patches `from_pretrained`, with `init_of_quantized` and `without_unused_renamings`, when transformers is
+imported.
 """
 
 from __future__ import annotations
@@ -122,6 +123,19 @@ def init_of_quantized(quantization: Any) -> AbstractContextManager[Any]:
     if read("quant_method", None) != "bitsandbytes" or not deepspeed.is_deepspeed_zero3_enabled():
         return nullcontext()
     return DeepSpeedInit(config_dict_or_path=deepspeed.deepspeed_config())
+
+
+def without_unused_renamings(loaded: Any) -> Any:
+    """Returns the result of `from_pretrained`, whose model forgets renamings of weights that matched no name.
+
+    transformers applies the renamings of a load in reverse when it saves. At stage 3 it keeps all that it knows: BERT's
+    `LayerNorm.weight` would become `LayerNorm.gamma`, the name in files of old versions.
+    """
+    model = loaded[0] if isinstance(loaded, tuple) else loaded
+    renamings = getattr(model, "_weight_conversions", None)
+    if isinstance(renamings, list):
+        model._weight_conversions = [each for each in renamings if not hasattr(each, "was_used") or each.was_used()]
+    return loaded
 
 
 def _restore_config(trainer: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -138,7 +138,9 @@ class Checkpoints(Protocol):
 
     def save_model(self, save_dir: PathLike, max_nbytes: int, *, pickled: bool, exclude_frozen: bool) -> list[str]: ...
 
-    def consolidated_state_dict(self, *, exclude_frozen: bool) -> dict[str, Tensor] | None: ...
+    def consolidated_state_dict(
+        self, *, exclude_frozen: bool, also: Collection[str] = ()
+    ) -> dict[str, Tensor] | None: ...
 
     def wait(self) -> None: ...
 

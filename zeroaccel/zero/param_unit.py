@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +93,7 @@ class FlatBuffer:
         absent = torch.full((), absent_value(self.dtype), dtype=self.dtype)
         self._absent = [absent.to(device).expand(slot.shape) for slot in layout.slots]
         self._views = self._cut()
-        self._uses = [sharded_use(slot.fqn, self._read) for slot in layout.slots]
+        self._uses = self._name_uses(None)
         self.shard: ShardStorage
         self.masters: MasterStorage
         self.store_in(MemoryShard.persistent(self.place()))
@@ -167,9 +168,11 @@ class FlatBuffer:
         """
         self.watches_uses = True
         self.layout = self.layout.renamed(names)
-        self._uses = [
-            sharded_use(name, self._read, owner, param) for name, param in zip(names, self.params, strict=True)
-        ]
+        self._uses = self._name_uses(owner)
+
+    def _name_uses(self, owner: BuiltOwner | None) -> list[Any]:
+        slots = zip(self.layout.slots, self.params, strict=True)
+        return [sharded_use(slot.fqn, self._read, param, owner) for slot, param in slots]
 
     def _read(self) -> None:
         if self.on_read is not None:

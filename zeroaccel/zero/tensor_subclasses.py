@@ -91,10 +91,16 @@ def show(params: Sequence[nn.Parameter], tensors: Sequence[Tensor], uses: Sequen
 
 
 def sharded_use(
-    fqn: str, gather: Callable[[], None], owner: BuiltOwner | None = None, param: nn.Parameter | None = None
+    fqn: str, gather: Callable[[], None], param: nn.Parameter, owner: BuiltOwner | None = None
 ) -> _ShardedUse:
-    """Returns the record of a sharded parameter: its name, and the function that unshards it during a pass."""
-    return _ShardedUse(fqn, gather, owner=owner, param=None if param is None else weakref.ref(param))
+    """Returns the record of a sharded parameter.
+
+    Args:
+        fqn: its name.
+        gather: unshards it during a pass.
+        owner: its owner, until there is an engine.
+    """
+    return _ShardedUse(fqn, gather, owner=owner, param=weakref.ref(param))
 
 
 _SCALES, _FOLLOWERS = "_zero_scales", "_zero_followers"
@@ -330,7 +336,7 @@ class _ShardedUse:
         copy: for a deep copy without values, the copied parameter.
         is_filled: True if the copy has been overwritten.
         owner: owner until an engine takes over.
-        param: the parameter, if it has such an owner.
+        param: the parameter; None for a copy.
     """
 
     fqn: str
@@ -464,15 +470,16 @@ def _call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
             return _view(func, args, kwargs)
         _check_targets(func, call, args, kwargs)
         if _is_metadata(func, call):
-            return _checked(func(*args, **kwargs), call, args)
+            return _view(func, args, kwargs)
         for tensor in _sharded(args, kwargs):
             _record(tensor).gather()
+        args, kwargs = tree_map(_remade, (tuple(args), dict(kwargs)))
         sharded = _sharded(args, kwargs)  # without the gathered ones
         if sharded:
             absent = next((tensor for tensor in sharded if not _record(tensor).is_filled), None)
             if absent is not None and call not in _CASTS and _reads_values(func, call, args, kwargs):
                 raise _no_values(absent, call)
-            return _checked(func(*args, **kwargs), call, args)
+            return _view(func, args, kwargs)
     return func(*args, **kwargs)
 
 
@@ -526,10 +533,13 @@ def _run_whole(
 
 
 def _remade(leaf: Any) -> Any:
-    """Returns the view of the gathered parameter for a view of a sharded one; the parameter itself stays."""
+    """Returns the view of the gathered parameter for a view of a sharded one; others stay."""
     origin = vars(leaf).get(_ORIGIN) if isinstance(leaf, _Checked) else None
     if origin is None:
         return leaf
+    source = _record(leaf).param
+    if source is None or isinstance(source(), (_Checked, type(None))):
+        return leaf  # the parameter is still sharded, or it is gone
     with torch.set_grad_enabled(origin.with_grad):
         args, kwargs = tree_map(_remade, (tuple(origin.args), dict(origin.kwargs)))
         result = origin.func(*args, **kwargs)
@@ -546,6 +556,8 @@ def _view(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     shapes: Any = None
     for index, item in enumerate(result) if several else ((None, result),):
         if isinstance(item, _Checked) and item is not (args[0] if args else None) and _ORIGIN not in vars(item):
+            if _record(item).param is None or call in _CASTS:
+                continue  # a copy without values, and its casts
             if shapes is None:
                 shapes = _on_meta(func, args, kwargs)[0]
             shape = shapes if index is None else shapes[index]

@@ -72,12 +72,13 @@ def _model(kind: str = "causal") -> Any:
     kinds = {
         "causal": transformers.AutoModelForCausalLM,
         "tied": transformers.AutoModelForCausalLM,
+        "tasks": transformers.AutoModelForCausalLM,
         "classes": transformers.AutoModelForSequenceClassification,
         "token_classes": transformers.AutoModelForTokenClassification,
         "bert": transformers.AutoModelForSequenceClassification,
         "bert_mlm": transformers.AutoModelForMaskedLM,
     }
-    return kinds[kind].from_pretrained(_SOURCE / kind)
+    return kinds[kind].from_pretrained(_SOURCE / ("causal" if kind == "tasks" else kind))
 
 
 def _samples(kind: str) -> Samples:
@@ -85,6 +86,8 @@ def _samples(kind: str) -> Samples:
         sample = tokens(generator)
         if kind in ("classes", "bert"):
             sample["labels"] = torch.randint(3, (), generator=generator)
+        elif kind == "tasks":
+            sample["task_ids"] = torch.tensor(0)
         elif kind == "token_classes":
             sample["labels"] = torch.randint(3, (12,), generator=generator)
         return sample
@@ -114,7 +117,10 @@ def _cases() -> dict[str, Case]:
     cases: dict[str, Case] = {}
     for kind in PEFT_TYPE_TO_CONFIG_MAPPING:
         if kind.value not in ("LORA", "XLORA"):
-            cases[kind.value.lower()] = _method(lambda kind=kind: _config(kind, **_ARGUMENTS.get(kind.value, {})))
+            model = "tasks" if kind.value in ("POLY", "MULTITASK_PROMPT_TUNING") else "causal"
+            cases[kind.value.lower()] = _method(
+                lambda kind=kind: _config(kind, **_ARGUMENTS.get(kind.value, {})), model
+            )
     for start in (True, False, "gaussian", "olora", "pissa", "pissa_niter_4", "orthogonal", "mica"):
         cases[f"lora init {start}"] = _method(_lora(init_lora_weights=start))
     for name, more in {
@@ -153,7 +159,6 @@ def _cases() -> dict[str, Case]:
     cases |= {
         f"lora {one.__name__.strip('_')}": one for one in (_grown, _loaded, _merged, _several, _checkpoint, _weighted)
     }
-    cases["prompt_tuning loaded"] = _loaded_prompt
     cases["xlora"] = _xlora
     return cases
 
@@ -218,8 +223,8 @@ def _grown(mode: str, folder: Path) -> Mapping[str, Any]:
     return _run(settings, peft.get_peft_model(model, config), folder)
 
 
-def _adapter(kind: str = "lora") -> Path:
-    return _SOURCE / f"adapter_{kind}"
+def _adapter() -> Path:
+    return _SOURCE / "adapter"
 
 
 def _loaded(mode: str, folder: Path) -> Mapping[str, Any]:
@@ -227,15 +232,11 @@ def _loaded(mode: str, folder: Path) -> Mapping[str, Any]:
     return _run(settings, peft.PeftModel.from_pretrained(model, _adapter(), is_trainable=True), folder)
 
 
-def _loaded_prompt(mode: str, folder: Path) -> Mapping[str, Any]:
-    settings, model = arguments(mode, folder), _model()
-    return _run(settings, peft.PeftModel.from_pretrained(model, _adapter("prompt"), is_trainable=True), folder)
-
-
 def _merged(mode: str, folder: Path) -> Mapping[str, Any]:
     """Merges an adapter into the base before training, then trains the whole model."""
     settings, model = arguments(mode, folder), _model()
-    return _run(settings, peft.PeftModel.from_pretrained(model, _adapter()).merge_and_unload(), folder)
+    merged = peft.PeftModel.from_pretrained(model, _adapter()).merge_and_unload()
+    return _run(settings, merged.requires_grad_(True), folder)
 
 
 def _several(mode: str, folder: Path) -> Mapping[str, Any]:
@@ -286,7 +287,7 @@ def _xlora(mode: str, folder: Path) -> Mapping[str, Any]:
 
 
 def _write_sources() -> None:
-    """Writes the base models and two adapters."""
+    """Writes the base models and an adapter."""
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 32,
@@ -307,11 +308,7 @@ def _write_sources() -> None:
         "bert_mlm": transformers.BertForMaskedLM(transformers.BertConfig(**sizes)),
     }.items():
         model.save_pretrained(_SOURCE / name)
-    for name, config in {
-        "lora": _config("LORA", init_lora_weights=False),
-        "prompt": _config("PROMPT_TUNING", **_ARGUMENTS["PROMPT_TUNING"]),
-    }.items():
-        peft.get_peft_model(_model(), config).save_pretrained(_adapter(name))
+    peft.get_peft_model(_model(), _config("LORA", init_lora_weights=False)).save_pretrained(_adapter())
 
 
 def main() -> None:
