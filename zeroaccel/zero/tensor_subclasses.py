@@ -20,6 +20,7 @@ function names would depend on torch's version.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import sys
@@ -73,6 +74,8 @@ def show(params: Sequence[nn.Parameter], tensors: Sequence[Tensor], uses: Sequen
             set_local(param, tensor)
             if uses is not None:
                 as_sharded(param, uses[index].fqn, uses[index].gather)
+                if isinstance(param, _Checked):
+                    _record(param).is_released = uses[index].is_released
             continue
         if kind is ShardedParameter:
             del own[_RECORD]
@@ -241,6 +244,7 @@ class _ShardedUse:
         ordinary: the class of the parameter while it is unsharded.
         copy: for a deep copy without values, the copied parameter.
         is_filled: True if the copy has been overwritten.
+        is_released: True after the engine's end: `gather` then unshards it for good, at the first use of its values.
     """
 
     fqn: str
@@ -248,6 +252,7 @@ class _ShardedUse:
     ordinary: type[Tensor] = nn.Parameter
     copy: weakref.ref[nn.Parameter] | None = None
     is_filled: bool = False
+    is_released: bool = False
 
 
 def as_sharded(param: nn.Parameter, fqn: str, gather: Callable[[], None]) -> None:
@@ -284,10 +289,14 @@ class _Checked(Tensor):
     ) -> Any:
         return _call(func, args, kwargs or {})
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if unshard_released(self):
+            return copy.deepcopy(self, memo)
         raise _no_values(self, "deepcopy")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if unshard_released(self):
+            return self.__reduce_ex__(protocol)
         raise _no_values(self, "pickling")
 
 
@@ -303,6 +312,8 @@ class ShardedParameter(_Checked, nn.Parameter):
         return nn.Parameter(data, requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if unshard_released(self):
+            return copy.deepcopy(self, memo)
         with torch._C.DisableTorchFunctionSubclass():
             copied = memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
         record = vars(self)[_RECORD]
@@ -343,6 +354,20 @@ def _sharded_codes(ordinary: Any) -> type[Tensor]:
     )
 
 
+def unshard_released(param: object) -> bool:
+    """Unshards a parameter that a destroyed engine left sharded; returns True if it was one. (all ranks)"""
+    if not isinstance(param, _Checked) or not _record(param).is_released:
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        _record(param).gather()
+    return True
+
+
+def is_watched(param: nn.Parameter) -> bool:
+    """Returns True for a sharded parameter whose uses are checked; see [Note: sharded parameters]."""
+    return isinstance(param, _Checked)
+
+
 def _gather_nothing() -> None:
     """Does nothing, because no engine owns the copy."""
 
@@ -352,6 +377,9 @@ def _call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         call = function_name(func)
         if call == "grad":
             _refuse_to_clip(sys._getframe(2))
+        if call not in METADATA and call not in _SHAPES:
+            for tensor in _sharded(args, kwargs):
+                unshard_released(tensor)
         _check_targets(func, call, args, kwargs)
         if _is_metadata(func, call):
             return _checked(func(*args, **kwargs), call, args)

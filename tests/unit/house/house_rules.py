@@ -58,7 +58,7 @@ ENVIRONMENT_READERS = {
 MAX_CODE_LINES: Mapping[str, int] = {
     "": 890,
     "accelerate": 4075,
-    "checkpoint": 5935,
+    "checkpoint": 5945,
     "cli": 7105,
     "comm": 3800,
     "compat": 3250,
