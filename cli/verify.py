@@ -73,7 +73,8 @@ _SECONDS = 300.0
 def test(num_processes: int | None, cpu: bool) -> int:
     """Train a small model for three steps at every stage and offload, in two processes or more.
 
-    The losses of every stage must equal those of stage 0 to the last bit. With accelerators, the rounding of the CPU's
+    The losses of every stage must equal those of stage 0 to the last bit: this training has one micro-batch per step,
+    and so all stages add gradients in one order. With accelerators, the rounding of the CPU's
     optimizer may differ; the command reports this, but it is no failure. Exits with 1 if a stage fails.
 
     \b
@@ -144,16 +145,26 @@ class Record:
         """
         return 2 if self.accumulation > 1 and self.stage >= 2 else 0
 
+    @property
+    def why(self) -> str:
+        """The reason for `plain_stage`, for the user."""
+        if self.accumulation == 1:
+            return "with one micro-batch per step, all stages add gradients in one order"
+        order = "ranks before micro-batches" if self.plain_stage else "micro-batches before ranks"
+        pair = "stages 2 and 3" if self.plain_stage else "stages 0 and 1"
+        return f"with {self.accumulation} micro-batches per step, {pair} add {order}, the other stages in another order"
+
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("--steps", type=click.IntRange(1), default=5, show_default=True, help="Optimizer steps to compare.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, required=True)
 def verify(steps: int, arguments: tuple[str, ...]) -> int:
-    """Run a script's first steps as configured and at stage 0 without offload, and report the difference.
+    """Run a script's first steps as configured and at a lower stage without offload, and report the difference.
 
     ARGUMENTS are those of `zeroaccel launch`: its flags, the script, and the script's arguments. The difference should
-    be 0, since sharding and offload do not change the computation. The script must set its seeds. After the steps, it
-    ends with success at the end of engine.step().
+    be 0, since sharding and offload do not change the computation. The lower stage is 0, or 2 for stages 2 and 3 with
+    gradient accumulation: stages 0 and 1 add gradients in another order there. The script must set its seeds.
+    After the steps, it ends with success at the end of engine.step().
 
     Exits with 0 if all losses and gradient norms are the same to the last bit, and with 1 if they are not.
 
@@ -170,7 +181,9 @@ def verify(steps: int, arguments: tuple[str, ...]) -> int:
                 f"verify: the script took no step of a zeroaccel engine in {steps} steps",
                 fix="it must call engine.step(), or step() of Accelerator's optimizer, before it ends",
             )
-        baseline = {**_PLAIN, "stage": next(iter(chosen.values()))[0].plain_stage}
+        first = next(iter(chosen.values()))[0]
+        baseline = {**_PLAIN, "stage": first.plain_stage}
+        click.echo(f"compared with stage {first.plain_stage} without offload: {first.why}")
         plain, code = _run(Path(folder, "plain"), steps, arguments, baseline)
         if code:
             return code

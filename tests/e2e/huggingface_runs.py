@@ -272,6 +272,34 @@ def dpo(stage: str, folder: Path) -> dict[str, Any]:
     return outcome(run)
 
 
+def again(stage: str, folder: Path) -> dict[str, Any]:
+    """A second training of one Trainer, after an evaluation, continues with weights and optimizer states."""
+    model = written(folder)
+    settings = arguments(folder, config(stage))
+    run = Trainer(model=model(), args=settings, train_dataset=Samples(32, tokens), eval_dataset=Samples(4, tokens))
+    run.train()
+    first = run.evaluate()["eval_loss"]
+    run.train()
+    assert run.evaluate()["eval_loss"] != first
+    return outcome(run)
+
+
+def searched(stage: str, folder: Path) -> dict[str, Any]:
+    """A search over learning rates, in which rank 0 alone frees model and engine after each trial, as with optuna."""
+    from accelerate.utils.memory import release_memory
+
+    model = written(folder)
+    run = Trainer(model_init=model, args=arguments(folder, config(stage)), train_dataset=Samples(32, tokens))
+    for rate in (1e-3, 2e-3):
+        run.args.learning_rate = rate
+        run.optimizer = run.lr_scheduler = None
+        run.train()
+        if rate < 2e-3 and run.args.process_index == 0:
+            run.model_wrapped, run.model = release_memory(run.model_wrapped, run.model)
+            run.accelerator.clear()
+    return outcome(run)
+
+
 def vision(stage: str, folder: Path) -> dict[str, Any]:
     """An image classifier."""
     settings = transformers.ViTConfig(
@@ -484,6 +512,8 @@ SCENARIOS = {
         lora,
         sft,
         dpo,
+        again,
+        searched,
         vision,
         encoder_decoder,
         experts,

@@ -30,6 +30,8 @@ RUNS = {
     "lora": ("3",),
     "sft": ("3",),
     "dpo": ("3",),
+    "again": ("3",),
+    "searched": ("3",),
     "vision": ("3",),
     "encoder_decoder": ("3",),
     "experts": ("3",),

@@ -833,7 +833,7 @@ class Accelerator(ControlFlow, TrainingLoop, ModelSaving):
         return profile(profile_handler or self._handlers.profile, self.process_index, self.device)
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Destroys every engine and drops all prepared objects. (all ranks)
+        """Destroys every engine and drops all prepared objects; one process may call it alone.
 
         Returns:
             None for each argument; assign them to drop the caller's references too.

@@ -380,6 +380,20 @@ class Checkpointer:
             self._saving.wait()
             self._agree_on_outcome(self._saving)
 
+    def close(self) -> None:
+        """Waits for this rank's part of a save in the background, without the other ranks.
+
+        Raises:
+            CheckpointError: the save failed here; on rank 0, also if it failed on another rank.
+        """
+        self._copied.wait()
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.wait()
+            if saving.error is not None:
+                saving.abandon()
+                raise CheckpointError(f"checkpoint {saving.tag}: the background save failed: {saving.error}")
+
     def _agree_on_outcome(self, saving: BackgroundSave) -> None:
         """Gathers the ranks' progress with a save; raises on all ranks if it failed on any. (all ranks)"""
         finished = saving.finished

@@ -1,13 +1,13 @@
 """Patches for transformers and accelerate calls that fail with sharded parameters, or with parts of layers on ranks.
 
-`accelerate/pretrained_saving.py` patches `PreTrainedModel.save_pretrained` without a state dict. `Trainer.train` after
-`evaluate` continues with the engine of the evaluation, which has no optimizer and is then destroyed: the patch restarts
-from the model. `Accelerator.get_state_dict` below stage 3 reads the module's own state dict; the patch gathers it if
-ranks hold parts of layers or different experts. With `TrainingArguments(enable_jit_checkpoint=True)`, each rank saves
-when its own timer expires; the patch makes the ranks agree on the step, and save after `on_step_end` has counted it.
-`attach` applies these patches for each engine, to imported libraries only; `detach()` restores the originals.
-`finder.py` patches `from_pretrained`, with `init_of_quantized` and `without_unused_renamings`, when transformers is
-imported.
+`accelerate/pretrained_saving.py` patches `PreTrainedModel.save_pretrained` without a state dict. `Trainer.train`
+destroys the engine of an earlier evaluation or training and would continue with it: the patch restarts from the model
+or, if the Trainer made the optimizer, keeps engine and optimizer. `Accelerator.get_state_dict` below stage 3 reads the
+module's own state dict; the patch gathers it if ranks hold parts of layers or different experts. With
+`TrainingArguments(enable_jit_checkpoint=True)`, each rank saves when its own timer expires; the patch makes the ranks
+agree on the step, and save after `on_step_end` has counted it. `attach` applies these patches for each engine, to
+imported libraries only; `detach()` restores the originals. `finder.py` patches `from_pretrained`, with
+`init_of_quantized` and `without_unused_renamings`, when transformers is imported.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ import copy
 import functools
 import signal
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+
+from torch.optim import Optimizer
 
 from zeroaccel.accelerate import pretrained_saving
 from zeroaccel.comm.stop_notice import stop_notice
@@ -85,18 +87,59 @@ def detach() -> None:
 
 
 def _from_the_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `Trainer.train`, so that it does not continue with an inference engine."""
+    """Wraps `Trainer.train`, so that it does not continue with an inference engine or a destroyed one.
+
+    Without the facade a second training continues with the weights and the states of the Trainer's optimizer, and with
+    a new schedule. The engine of the first training does the same, unless the config defines optimizer or schedule.
+    """
 
     @functools.wraps(original)
     def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
         engine = trainer.model_wrapped
-        if isinstance(engine, EngineBase) and engine.optimizer is None:
+        if not isinstance(engine, EngineBase):
+            return original(trainer, *args, **kwargs)
+        config = getattr(trainer.accelerator.state.deepspeed_plugin, "deepspeed_config", {})
+        defined = "optimizer" in config or "scheduler" in config
+        if engine.optimizer is None or engine.is_destroyed or defined:
+            had_optimizer = engine.optimizer is not None
             engine.destroy()
             _restore_config(trainer)
             trainer.model_wrapped, trainer.deepspeed = trainer.model, None
-        return original(trainer, *args, **kwargs)
+            if had_optimizer:  # it trains the destroyed engine's parameters
+                trainer.optimizer = trainer.lr_scheduler = None
+            return original(trainer, *args, **kwargs)
+        with _sparing(trainer, engine):
+            return original(trainer, *args, **kwargs)
 
     return train
+
+
+@contextmanager
+def _sparing(trainer: Any, engine: EngineBase) -> Iterator[None]:
+    """Lets the Trainer's accelerator keep this engine and its optimizer, as long as the Trainer uses the engine."""
+    accelerator, optimizer = trainer.accelerator, trainer.optimizer
+    free, prepare = accelerator.free_memory, accelerator.prepare
+
+    def free_memory(*objects: Any) -> Any:
+        if trainer.model_wrapped is not engine:  # a new model of `model_init`
+            return free(*objects)
+        wrapped, accelerator.deepspeed_engine_wrapped = accelerator.deepspeed_engine_wrapped, None
+        result = free(*objects)
+        accelerator.deepspeed_engine_wrapped = wrapped
+        accelerator._models, accelerator._optimizers = [engine], [optimizer]
+        return result
+
+    def prepare_others(*objects: Any, **options: Any) -> Any:
+        # transformers makes another optimizer, of the sharded parameters, and prepares it without the model.
+        if trainer.model_wrapped is engine and len(objects) == 1 and isinstance(objects[0], Optimizer):
+            return optimizer
+        return prepare(*objects, **options)
+
+    accelerator.free_memory, accelerator.prepare = free_memory, prepare_others
+    try:
+        yield
+    finally:
+        del accelerator.free_memory, accelerator.prepare
 
 
 def _of_all_ranks(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -43,7 +43,7 @@ from zeroaccel.zero.grad_reducer import GradReducer
 from zeroaccel.zero.hooks import Hooks, StateDictHooks, freed_view
 from zeroaccel.zero.model_check import misplaced_inputs
 from zeroaccel.zero.param_check import ParamIntegrityCheck
-from zeroaccel.zero.param_unit import ParamUnit, ShardState
+from zeroaccel.zero.param_unit import ParamUnit
 from zeroaccel.zero.precision import LossScale, cast_floats
 from zeroaccel.zero.prefetch import PrefetchTrace
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
@@ -143,6 +143,9 @@ class Checkpoints(Protocol):
     ) -> dict[str, Tensor] | None: ...
 
     def wait(self) -> None: ...
+
+    def close(self) -> None:
+        """Waits for this rank's part of a save in the background."""
 
     def require_intact(self, call: str) -> None:
         """Raises EngineStateError after a load that failed half way."""
@@ -1153,17 +1156,25 @@ class EngineBase(nn.Module):
         self._undo.callback(undo)
 
     def destroy(self) -> None:
-        """Detaches the engine: removes its hooks and unshards the model's weights into separate storage. (all ranks)
+        """Detaches the engine: removes its hooks, and frees masters, gradients and optimizer states at once.
 
-        It frees shards, masters and optimizer states at once; `optimizer.state` is empty afterwards.
+        `optimizer.state` is empty afterwards, and the model is an ordinary one. One rank may call it alone: weights
+        that are sharded stay so until their values are used, by a forward, a read or a write, `state_dict()` or
+        `initialize`; all ranks must do that together, because it unshards them. Only weights that an axis of the mesh
+        splits, compiled models, and parameters of other classes are unsharded here. (then all ranks)
 
         Raises:
-            CheckpointError: a save in the background failed.
+            CheckpointError: this rank's part of a save in the background failed.
         """
         try:
-            self.checkpointer.wait()
+            self.checkpointer.close()
         finally:
             self._destroy()
+
+    @property
+    def is_destroyed(self) -> bool:
+        """True after `destroy`."""
+        return self._destroyed
 
     def _destroy(self) -> None:
         if self._destroyed:
@@ -1172,13 +1183,10 @@ class EngineBase(nn.Module):
         if self.weight_update is not None:
             self.weight_update.close()
         self.reset()
-        # Unit by unit, in registration order on all ranks: the gathers are collectives.
+        # Unit by unit, in registration order on all ranks: gathers are collectives.
+        compiled = is_compiled_within(self.module)  # the compiler does not see the checks of sharded parameters
         for unit in self.units:
-            if unit.state is not ShardState.UNSHARDED:
-                unit.unshard()
-                unit.wait()
-            for buffer in unit.buffers:
-                buffer.detach_parameters(self.collectives)
+            unit.end(self.collectives, moves=self.tier_set.is_used, waits=not compiled)
         self.registry.close()
         self._undo.close()  # last in, first out: a patch may lie on top of an earlier one
         self._hooks.detach()
@@ -1189,9 +1197,6 @@ class EngineBase(nn.Module):
         # cycle collector, which does not see device memory.
         if self.sharded_optimizer is not None:
             self.sharded_optimizer.optimizer.state.clear()
-        for unit in self.units:
-            for buffer in unit.buffers:
-                buffer.release()
         self._destroyed = True
 
     def __getattr__(self, name: str) -> Any:

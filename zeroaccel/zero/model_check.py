@@ -20,7 +20,7 @@ from zeroaccel.errors import UsageError
 from zeroaccel.nested import leaves_of
 from zeroaccel.zero.access.param_registry import handle_of
 from zeroaccel.zero.quantized_weights import check_quantized
-from zeroaccel.zero.tensor_subclasses import is_wrapper
+from zeroaccel.zero.tensor_subclasses import is_wrapper, unshard_released
 
 # Words in torch's errors about tensors of one operation in different memories; some operations compare types only.
 _MIXED = re.compile(r"\bdevices?\b|\btorch\.(cuda\.)?\w*Tensor\b|weight type", re.IGNORECASE)
@@ -49,6 +49,8 @@ def check_model(model: object, device: torch.device) -> None:
                 got=f"a TorchScript module ({module.original_name})",
                 fix="train the module that was scripted or traced, and script or trace the result",
             )
+    for param in model.parameters():
+        unshard_released(param)  # an earlier engine's
     # Each of these would fail later, inside a collective or with an error that names no parameter.
     for fqn, param in model.named_parameters():
         if (fault := _fault(param)) is not None:

@@ -33,6 +33,7 @@ from zeroaccel.zero.tensor_subclasses import (
     BuiltOwner,
     as_ordinary,
     is_split,
+    is_watched,
     local,
     scales_of,
     set_local,
@@ -245,10 +246,33 @@ class FlatBuffer:
 
     def release(self) -> None:
         """Frees all memory except that of the detached parameters: weights, masters, the secondary copy."""
-        for piece in self.masters.pieces:
-            piece.param.data = stand_in(piece.shape)
+        self.release_masters()
         self.full, self._views = self.full.new_empty(0), []
         self.store_in(MemoryShard.persistent(self.place()))
+
+    def await_use(self, on_read: Callable[[], None], *, moves: bool) -> bool:
+        """Leaves the parameters sharded after the engine's end; the first use of their values calls `on_read`.
+
+        Args:
+            moves: copy the shard into memory of its own, because its tier ends with the engine.
+
+        Returns:
+            False if uses of some parameter would not be noticed, because its class has no checks.
+        """
+        if moves or self.persistent:
+            self.store_in(MemoryShard(self.place(), self.shard.read(self.own).clone()))
+        self.shard.secondary.drop()
+        self.on_read = on_read
+        for use in self._uses:
+            use.is_released = True
+        show(self.params, self._absent, self._uses)
+        return all(map(is_watched, self.params))
+
+    def release_masters(self) -> None:
+        """Frees the masters, whose tensors the optimizer's groups still refer to."""
+        for piece in self.masters.pieces:
+            piece.param.data = stand_in(piece.shape)
+        self.store_in(self.shard)
 
     def note_written(self, part: FlatRange) -> None:
         """Marks weights in a range that something other than a step changes, before or after the change."""
@@ -635,6 +659,35 @@ class ParamUnit:
         """Does the same as `drop_copies` when the full buffers already have the new weights."""
         for buffer in self.buffers:
             buffer.shard.secondary.drop()
+
+    def end(self, collectives: Collectives, *, moves: bool, waits: bool) -> None:
+        """Gives each parameter separate storage with all its elements; the unit is not usable afterwards.
+
+        If the parameters are sharded, this happens at the first use of their values, and ranks communicate only then.
+
+        Args:
+            moves: copy shards into memory of their own, because their tiers end with the engine.
+            waits: False unshards now. (all ranks)
+        """
+
+        def detach() -> None:
+            if self._state is not ShardState.UNSHARDED:
+                self.unshard()
+                self.wait()
+            for buffer in self.buffers:
+                buffer.point(unsharded=True)
+                buffer.detach_parameters(collectives)
+                buffer.release()
+
+        # Parts of layers are joined on all ranks, and buffers of one rank's experts are never sharded.
+        waits = waits and not any(buffer.is_split or buffer.persistent != self.persistent for buffer in self.buffers)
+        if waits and self._state is ShardState.SHARDED:
+            watched = [buffer.await_use(detach, moves=moves) for buffer in self.buffers]
+            if all(watched):
+                for buffer in self.buffers:
+                    buffer.release_masters()
+                return
+        detach()
 
     def join_gather(self) -> None:
         """Participates in an all-gather that other ranks need; restores this rank's state."""

@@ -24,6 +24,7 @@ function names would depend on torch's version.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import re
@@ -337,6 +338,7 @@ class _ShardedUse:
         is_filled: True if the copy has been overwritten.
         owner: owner until an engine takes over.
         param: the parameter; None for a copy.
+        is_released: True after the engine's end: `gather` then unshards it for good, at the first use of its values.
     """
 
     fqn: str
@@ -346,6 +348,7 @@ class _ShardedUse:
     param: weakref.ref[nn.Parameter] | None = None
     copy: weakref.ref[nn.Parameter] | None = None
     is_filled: bool = False
+    is_released: bool = False
 
 
 def as_sharded(param: nn.Parameter, use: _ShardedUse) -> None:
@@ -382,7 +385,9 @@ class _Checked(Tensor):
     ) -> Any:
         return _call(func, args, kwargs or {})
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if unshard_released(self):
+            return copy.deepcopy(self, memo)
         if _record(self).owner is None:
             raise _no_values(self, "deepcopy")
         copied: Tensor = _call(Tensor.clone, (self.detach(),), {})
@@ -390,6 +395,8 @@ class _Checked(Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if unshard_released(self):
+            return self.__reduce_ex__(protocol)
         raise _no_values(self, "pickling")
 
 
@@ -405,6 +412,8 @@ class ShardedParameter(_Checked, nn.Parameter):
         return nn.Parameter(data, requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if unshard_released(self):
+            return copy.deepcopy(self, memo)
         record = vars(self)[_RECORD]
         if record.owner is not None and record.param() is self:
             whole: nn.Parameter = record.owner.copy(self)
@@ -451,6 +460,20 @@ def _sharded_codes(ordinary: Any) -> type[Tensor]:
     )
 
 
+def unshard_released(param: object) -> bool:
+    """Unshards a parameter that a destroyed engine left sharded; returns True if it was one. (all ranks)"""
+    if not isinstance(param, _Checked) or not _record(param).is_released:
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        _record(param).gather()
+    return True
+
+
+def is_watched(param: nn.Parameter) -> bool:
+    """Returns True for a sharded parameter whose uses are checked; see [Note: sharded parameters]."""
+    return isinstance(param, _Checked)
+
+
 def _gather_nothing() -> None:
     """Does nothing, because no engine owns the copy."""
 
@@ -460,6 +483,9 @@ def _call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         call = function_name(func)
         if call == "grad":
             _refuse_to_clip(sys._getframe(2))
+        if call not in METADATA and call not in _SHAPES:
+            for tensor in _sharded(args, kwargs):
+                unshard_released(tensor)
         built = [tensor for tensor in _sharded(args, kwargs) if _record(tensor).owner is not None]
         if built:
             if call in _CASTS and call != "contiguous" and func(*args, **kwargs) is args[0]:

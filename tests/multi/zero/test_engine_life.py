@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -162,6 +163,53 @@ class RecomputedReentrant(Recomputed):
     reentrant = True
 
 
+def _destroy_alone(stage: int) -> dict[str, list[float]]:
+    """Rank 0 destroys each engine before rank 1 does; then all ranks use the weights, each time in another way."""
+
+    def sums(params: Any) -> list[float]:
+        return [float(param.detach().double().sum()) for param in params]
+
+    found: dict[str, list[float]] = {}
+    for use in ("read", "data", "copy", "state", "gathered", "write", "initialize"):
+        torch.manual_seed(7)
+        model = Toy()
+        engine, *_ = zeroaccel.initialize(model, config=config(stage))
+        ranks = engine.collectives
+        plain(engine, batches(ranks.rank, 1)[0])
+        if ranks.rank == 0:
+            engine.destroy()
+        ranks.barrier("rank 0 has destroyed its engine")
+        if ranks.rank:
+            engine.destroy()
+        if use == "initialize":
+            engine, *_ = zeroaccel.initialize(model, config=config(stage))
+            engine.destroy()
+        if use == "write":
+            with torch.no_grad():
+                model.layers[0].up.weight.mul_(1)
+        if use == "data":
+            found[use] = [float(param.data.double().sum()) for param in model.parameters()]
+        elif use == "copy":
+            found[use] = sums(copy.deepcopy(model).parameters())
+        elif use == "state":
+            state = model.state_dict()
+            found[use] = sums(state[name] for name, _ in model.named_parameters())
+        elif use == "gathered":
+            with zeroaccel.zero.GatheredParameters(list(model.parameters())):
+                found[use] = sums(model.parameters()) if ranks.rank == 0 else []  # no other rank reads
+            found[use] = found[use] or sums(model.parameters())
+        else:
+            found[use] = sums(model.parameters())
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_one_rank_destroys_alone_and_later_uses_find_the_weights(ranks: Ranks, stage: int) -> None:
+    found = ranks(2).run(_destroy_alone, stage)
+    assert found[0] == found[1]
+    assert len({tuple(sums) for sums in found[0].values()}) == 1
+
+
 def _count_gathers(make: Callable[[], nn.Module]) -> int:
     counted = recording()
     settings = config(3, "bf16", stage3_max_reuse_distance=0)
@@ -171,10 +219,10 @@ def _count_gathers(make: Callable[[], nn.Module]) -> int:
     counted.reset()
     plain(engine, data[1])
     engine.destroy()
-    return sum(call.op == "all_gather" and call.label.startswith("unshard layers") for call in counted.calls) - 3
+    return sum(call.op == "all_gather" and call.label.startswith("unshard layers") for call in counted.calls)
 
 
 @pytest.mark.parametrize("make", [Toy, Recomputed, RecomputedReentrant])
 def test_recomputation_gathers_nothing_again(ranks: Ranks, make: type[nn.Module]) -> None:
-    # Three blocks, gathered for forward and for backward; `destroy` gathers the last three.
+    # Three blocks, gathered for forward and for backward; `destroy` gathers nothing.
     assert ranks(2).run(_count_gathers, make) == [6, 6]

@@ -58,7 +58,7 @@ ENVIRONMENT_READERS = {
 MAX_CODE_LINES: Mapping[str, int] = {
     "": 870,
     "accelerate": 4116,
-    "checkpoint": 5998,
+    "checkpoint": 6008,
     "cli": 7116,
     "comm": 3804,
     "compat": 3250,

@@ -30,7 +30,7 @@ from zeroaccel.zero.access.param_registry import ParamHandle, ParamRegistry, han
 from zeroaccel.zero.coordinator import OnDemandUnshard, ParamCoordinator
 from zeroaccel.zero.layout import FlatTensor, whole_of
 from zeroaccel.zero.param_unit import ParamUnit
-from zeroaccel.zero.tensor_subclasses import local, scales_of, set_local
+from zeroaccel.zero.tensor_subclasses import local, scales_of, set_local, unshard_released
 
 
 class _UnownedWrite(UsageError):
@@ -86,6 +86,8 @@ class GatheredParameters:
         # In the order of the units, which is the same on all ranks: each gather is a collective.
         own = [param for param in self._params if isinstance(param, Tensor)]
         params = [each for param in own for each in (param, *(scales_of(param) or {}).values())]
+        for param in params:
+            unshard_released(param)
         unique = {id(handle.param): handle for param in params if (handle := handle_of(param)) is not None}
         self._handles = sorted(unique.values(), key=lambda handle: handle.order)
         for registry, handles in _by_registry(self._handles):
