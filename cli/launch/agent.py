@@ -350,8 +350,10 @@ def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: floa
     succeeded = False
     kill_all, several = partial(end_orphans, launch_id, grace_seconds=0.0), settings.num_machines > 1
     stop_signals = StopSignals(kill_all, log, settings.shutdown_timeout, may_wait_in_native_code=several)
+    # A stream that the shell has closed (>&-) is None.
+    terminals = [stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr)]
     streams = prefixed_streams(
-        settings, plan.num_local, stdout_is_terminal=sys.stdout.isatty(), stderr_is_terminal=sys.stderr.isatty()
+        settings, plan.num_local, stdout_is_terminal=terminals[0], stderr_is_terminal=terminals[1]
     )
     places = Places(plan, log)
     files = RankFiles(
