@@ -50,7 +50,7 @@ from .forked_ranks import ranks_are_forks
 from .launch_memory import launch_memory
 from .launch_plan import LaunchPlan
 from .machines_come_and_go import SpareMachine, machines_come_and_go, replaced
-from .orphans import LAUNCH_ID, ProcessWatch, end_orphans, wake_stopped
+from .orphans import LAUNCH_ID, ProcessWatch, end_orphans, ended_with_the_launcher, wake_stopped
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # the last is SLURM's warning
 
@@ -350,8 +350,10 @@ def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: floa
     succeeded = False
     kill_all, several = partial(end_orphans, launch_id, grace_seconds=0.0), settings.num_machines > 1
     stop_signals = StopSignals(kill_all, log, settings.shutdown_timeout, may_wait_in_native_code=several)
+    # A stream that the shell has closed (>&-) is None.
+    terminals = [stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr)]
     streams = prefixed_streams(
-        settings, plan.num_local, stdout_is_terminal=sys.stdout.isatty(), stderr_is_terminal=sys.stderr.isatty()
+        settings, plan.num_local, stdout_is_terminal=terminals[0], stderr_is_terminal=terminals[1]
     )
     places = Places(plan, log)
     files = RankFiles(
@@ -364,12 +366,13 @@ def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: floa
     )
     _renew_stores(settings)
     watch = ProcessWatch(timeout_seconds(settings.timeout), plan.port, settings.monitor_interval, log)
+    guard = ended_with_the_launcher(launch_id, settings.shutdown_timeout)
     forks = ranks_are_forks(plan, {LAUNCH_ID: launch_id}, log)
     in_time = processes_end_in_time(settings, stop_signals, log, lambda lost: places.note_loss(files.lost_by(lost)))
     spare = SpareMachine(settings.num_machines, log)
     changing = machines_come_and_go(settings, lambda: files.ended, spare)
     ranks = as_many_ranks_as(places, plan)
-    with stop_signals, memory_folder as memory, _agent_log(settings), in_time, changing, ranks, watch, forks:
+    with guard, stop_signals, memory_folder as memory, _agent_log(settings), in_time, changing, ranks, watch, forks:
         try:
             # The object keeps its store open until the ranks have theirs: a slower machine may still read from it.
             preflight = meet_machines(plan, log, arrival_seconds)

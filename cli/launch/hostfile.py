@@ -15,7 +15,7 @@ from zeroaccel.config.bounds import read_at_most
 from zeroaccel.config.diagnostics import closest
 from zeroaccel.errors import ConfigError
 
-_LINE = re.compile(r"(?P<name>[^\s=]+)(\s+slots=(?P<slots>\d+))?")
+_LINE = re.compile(r"(?P<name>[^\s=@]([^\s=]*[^\s=@])?)(\s+slots=(?P<slots>\d+))?")
 _MOST_NBYTES = 4 << 20
 _FORM = "a machine and its number of processes, as in: node1 slots=8"
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from zeroaccel.config.launch.launch_settings import LaunchSettings
+from zeroaccel.errors import ConfigError
 
 MEMORY = Path("/dev/shm")
 VARIABLE = "ZEROACCEL_MEMORY_FOLDER"
@@ -32,10 +33,18 @@ def launch_memory(settings: LaunchSettings, memory: Path = MEMORY) -> Iterator[d
         return
     for left in memory.glob(f"{_PREFIX}*"):
         with suppress(OSError):
-            if left.stat().st_uid == os.getuid() and (lock := _locked(left)) is not None:
+            if os.lstat(left).st_uid == os.getuid() and (lock := _locked(left)) is not None:
                 shutil.rmtree(left, ignore_errors=True)
                 os.close(lock)
-    new = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=memory))
+    try:
+        new = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=memory))
+    except OSError as error:
+        raise ConfigError(
+            f"--max_restarts: no folder for states in {memory}",
+            expected="a folder in memory",
+            got=error.strerror,
+            fix="remove files there (df -h and df -i show what is full), or launch without --max_restarts",
+        ) from error
     own = _locked(new)  # its name is one that no other launcher searches
     folder = new.rename(memory / new.name[1:])
     try:
@@ -48,7 +57,8 @@ def launch_memory(settings: LaunchSettings, memory: Path = MEMORY) -> Iterator[d
 
 def _locked(folder: Path) -> int | None:
     """Returns a handle that locks the folder until the handle or its process ends; None if it is already locked."""
-    handle = os.open(folder, os.O_RDONLY)
+    # Other users may write to the file system: a pipe would block, and a link lead to a folder of the user.
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -9,11 +9,14 @@ checks no process until the kernel closes the connection, a quarter of an hour a
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
+import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from types import TracebackType
 
 import psutil
@@ -63,9 +66,66 @@ def _signal(process: psutil.Process, *, kill: bool) -> None:
         pass
 
 
+_MOST_FILES = 1 << 16
 _LOOK_SECONDS = 0.5
 _OTHERS_SECONDS = 6.0  # after the limit, for the other ranks' hang report
 _BLIND_SECONDS = 4.0  # for the agent to notice an ended process; it checks ten times a second
+
+
+@contextmanager
+def ended_with_the_launcher(launch_id: str, grace_seconds: float) -> Iterator[None]:
+    """Ends the processes of a launch if the launcher is killed during the block, and so cannot end them itself.
+
+    The kernel sends SIGTERM to the ranks at the launcher's death; they may ignore it, or save their state for too long.
+    A small process, a fork of the launcher, waits for this, and ends those that remain after the grace time.
+    """
+    launcher = os.getpid()
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # about threads, whose locks the fork does not use
+        between = os.fork()
+    if not between:
+        try:
+            _guard(launcher, reader, launch_id, grace_seconds)
+        finally:
+            os._exit(0)
+    os.waitpid(between, 0)
+    os.close(reader)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            os.write(writer, b".")
+        os.close(writer)
+
+
+def _guard(launcher: int, reader: int, launch_id: str, grace_seconds: float) -> None:
+    os.setsid()
+    if os.fork():  # not a child of the launcher, which watches its children
+        os._exit(0)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for target in range(3):
+        os.dup2(nothing, target)
+    os.closerange(3, reader)
+    os.closerange(reader + 1, _MOST_FILES)
+    if not _says_that_it_ends(launcher, reader):
+        end_orphans(launch_id, grace_seconds)
+
+
+def _says_that_it_ends(launcher: int, reader: int) -> bool:
+    """Waits for the launcher. Returns True if it writes to the pipe, False if it dies before."""
+    ends: list[int] = [reader]
+    try:
+        if sys.platform == "linux":
+            ends.append(os.pidfd_open(launcher))  # because other forks of the launcher may keep the pipe open
+    except ProcessLookupError:
+        return False
+    except OSError:  # an old kernel
+        pass
+    select.select(ends, [], [])
+    return bool(select.select([reader], [], [], 0)[0] and os.read(reader, 1))
 
 
 class ProcessWatch:

@@ -6,9 +6,10 @@ import json
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -142,10 +143,12 @@ def test_a_program_that_is_not_python_and_is_killed() -> None:
 
 
 @contextmanager
-def _running(script: Path, names: list[str], *flags: str) -> Iterator[tuple[RunningJob, list[psutil.Process]]]:
+def _running(
+    words: Sequence[Any], names: list[str], *flags: str, fresh: bool = False
+) -> Iterator[tuple[RunningJob, list[psutil.Process]]]:
     """Yields a launched job, once it has written a process id to each of the named files, and these processes."""
-    with running_command([*LAUNCH, *flags, script], cwd=script.parent) as job:
-        yield job, [psutil.Process(pid) for pid in files_of(script.parent, names)]
+    with running_command([*LAUNCH, *flags, *words], cwd=words[0].parent, fresh=fresh) as job:
+        yield job, [psutil.Process(pid) for pid in files_of(words[0].parent, names)]
 
 
 @pytest.mark.parametrize(
@@ -164,8 +167,10 @@ def test_a_signal_to_the_launcher_leaves_nothing_running(tmp_path: Path, number:
     # Rank 0 has a child in a session of its own, which only the launcher's mark identifies.
     script = write_script(
         tmp_path,
-        "import os, subprocess, sys, time\n"
+        "import os, signal, subprocess, sys, time\n"
         "rank = os.environ['RANK']\n"
+        "if rank == '1' and sys.argv[1:]:\n"
+        "    signal.signal(signal.SIGTERM, lambda *_: None)\n"
         "if rank == '0':\n"
         "    sleep = [sys.executable, '-c', 'import time; time.sleep(600)']\n"
         "    child = subprocess.Popen(sleep, start_new_session=True, stderr=subprocess.DEVNULL)\n"
@@ -173,11 +178,12 @@ def test_a_signal_to_the_launcher_leaves_nothing_running(tmp_path: Path, number:
         "open(rank, 'w').write(f'{os.getpid()}\\n')\n"
         "time.sleep(600)\n",
     )
-    with _running(script, ["0", "1", "child"]) as (job, processes):
+    is_killed = number == signal.SIGKILL  # then rank 1 ignores the signal on the launcher's death
+    words, flags = ([script, "on"], ["--shutdown_timeout", "1"]) if is_killed else ([script], [])
+    with _running(words, ["0", "1", "child"], *flags, fresh=is_killed) as (job, processes):
         job.send_signal(number)
         result = job.wait()
-        if number == signal.SIGKILL:  # no other process could end the child
-            processes.pop().kill()
+        if is_killed:
             psutil.wait_procs(processes, timeout=time_limits.seconds(10))
         else:
             assert result.returncode == 128 + number
@@ -213,7 +219,7 @@ def test_ranks_have_the_shutdown_timeout_after_sigterm(
     tmp_path: Path, flags: list[str], seconds: str, saved: list[str]
 ) -> None:
     script = write_script(tmp_path, NEEDS_SECONDS.replace("sys.argv[1]", seconds))
-    with _running(script, ["0", "1"], *flags) as (job, _):
+    with _running([script], ["0", "1"], *flags) as (job, _):
         job.send_signal(signal.SIGTERM)
         result = job.wait()
     assert result.returncode == 128 + signal.SIGTERM
@@ -260,7 +266,7 @@ for (step, x) in enumerate(loader):
 )
 def test_a_preempted_job_is_saved_and_says_so(tmp_path: Path, number: signal.Signals, to_launcher: bool) -> None:
     script = write_script(tmp_path, PREEMPTED)
-    with _running(script, ["0", "1"]) as (job, processes):
+    with _running([script], ["0", "1"]) as (job, processes):
         job.send_signal(number) if to_launcher else processes[1].send_signal(number)
         result = job.wait()
     assert result.returncode == Preempted.exit_code

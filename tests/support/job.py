@@ -164,11 +164,11 @@ class RunningJob:
 
 @contextmanager
 def running_command(
-    argv: Sequence[object], env: Mapping[str, str] | None = None, cwd: Path = ROOT
+    argv: Sequence[object], env: Mapping[str, str] | None = None, cwd: Path = ROOT, *, fresh: bool = False
 ) -> Iterator[RunningJob]:
     """Starts the command that `run_command` would run."""
     with tempfile.TemporaryDirectory(prefix="job-") as folder:
-        job = RunningJob([str(word) for word in argv], [outside_any_job() | dict(env or {})], cwd, False, folder)
+        job = RunningJob([str(word) for word in argv], [outside_any_job() | dict(env or {})], cwd, fresh, folder)
         try:
             yield job
         finally:

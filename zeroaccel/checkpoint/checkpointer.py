@@ -62,6 +62,9 @@ class _LoadOptions:
     progress: bool
 
 
+_MOST_LISTINGS = 5  # of a folder from which another job removes checkpoints
+
+
 class Checkpointer:
     """Saves and loads one engine. `Engine` documents the calls; all ranks must make them.
 
@@ -245,24 +248,30 @@ class Checkpointer:
         return folder, TensorStore(folder, manifest)
 
     def _load_newest(self, root: Path, options: _LoadOptions) -> tuple[str | None, dict[str, Any]]:
-        candidates: list[Path] = []
-        skipped: list[str] = []
-        with agreed(self._ranks, "load_checkpoint: list"):
-            if self._ranks.rank == 0:
-                candidates, skipped = newest_first(root)
-        candidates, skipped = self._ranks.gather_objects((candidates, skipped), "load_checkpoint: candidates")[0]
-        for reason in skipped:
-            logger.warning("skipped a checkpoint: %s", reason)
-        for folder in candidates:
-            try:
-                with agreed(self._ranks, "load_checkpoint: read"):
-                    folder, store = self._find(root, folder.name, options)
-                return str(folder), self._load(folder, store, options)
-            except CheckpointMisfit:
-                raise  # a different model: older checkpoints do not fit either
-            except CheckpointError as error:
-                skipped.append(str(error))
-                logger.warning("skipped a checkpoint: %s", error)
+        for attempt in range(_MOST_LISTINGS):
+            candidates: list[Path] = []
+            skipped: list[str] = []
+            with agreed(self._ranks, "load_checkpoint: list"):
+                if self._ranks.rank == 0:
+                    candidates, skipped = newest_first(root)
+            candidates, skipped = self._ranks.gather_objects((candidates, skipped), "load_checkpoint: candidates")[0]
+            for reason in skipped:
+                logger.warning("skipped a checkpoint: %s", reason)
+            for folder in candidates:
+                try:
+                    with agreed(self._ranks, "load_checkpoint: read"):
+                        folder, store = self._find(root, folder.name, options)
+                    return str(folder), self._load(folder, store, options)
+                except CheckpointMisfit:
+                    raise  # a different model: older checkpoints do not fit either
+                except (CheckpointError, FileNotFoundError) as error:
+                    skipped.append(str(error))
+                    logger.warning("skipped a checkpoint: %s", error)
+            are_there = [folder.is_dir() for folder in candidates]
+            if all(self._ranks.gather_objects(all(are_there), "load_checkpoint: candidates")):
+                break
+            if attempt + 1 < _MOST_LISTINGS:
+                logger.warning("%s: another job has removed checkpoints; reading the list again", root)
         if not skipped:
             logger.warning("%s: no checkpoint to resume from", root)
             return None, {}

@@ -63,8 +63,8 @@ def newest_first(root: Path) -> tuple[list[Path], list[str]]:
         except CheckpointError as error:
             skipped.append(str(error))
     for folder in _folders(root):
-        if not _is_ours(folder) and (has_files(folder) or (folder / DCP_METADATA_NAME).is_file()):
-            with contextlib.suppress(OSError):  # another program may be removing it
+        with contextlib.suppress(OSError):  # another program may be removing it
+            if not _is_ours(folder) and (has_files(folder) or (folder / DCP_METADATA_NAME).is_file()):
                 dated.append((max(path.stat().st_mtime for path in folder.iterdir()), folder))
     return [folder for _, folder in sorted(dated, reverse=True)], skipped
 

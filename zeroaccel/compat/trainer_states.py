@@ -28,6 +28,7 @@ from zeroaccel.checkpoint.atomic_write import writing_to
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.config import load_config
+from zeroaccel.config.bounds import read_at_most
 from zeroaccel.config.schema import PeerStates
 from zeroaccel.errors import CheckpointError
 from zeroaccel.operations import collectives_of_process
@@ -35,6 +36,7 @@ from zeroaccel.zero.engine_base import EngineBase
 
 _TRAINER_STATE = "trainer_state.json"  # Trainer's file names
 _SCHEDULER = "scheduler.pt"
+_MOST_NBYTES = 1 << 30
 _TAG = "global_step"  # prefix that Trainer expects; equal for all states, so that a save overwrites older files
 
 _ARGUMENTS = (  # distinguish the trainings of a script
@@ -228,6 +230,6 @@ def _asked(asked: Any, output_dir: str) -> tuple[str | None, int | None]:
     if not asked:
         return None, None
     try:
-        return str(asked), int(json.loads(Path(asked, _TRAINER_STATE).read_text())["global_step"])
+        return str(asked), int(json.loads(read_at_most(Path(asked, _TRAINER_STATE), _MOST_NBYTES))["global_step"])
     except (OSError, ValueError, KeyError, TypeError):
         return str(asked), None

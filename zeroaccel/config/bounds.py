@@ -26,22 +26,38 @@ def is_size(number: object) -> TypeGuard[int]:
     return type(number) is int and 0 <= number <= LARGEST_SIZE
 
 
+_STREAMS = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")  # as in the shell's <(command)
+
+
+def open_regular(path: str | os.PathLike[str]) -> int:
+    """Opens a regular file for reading; pipes and devices could block or never end.
+
+    Raises:
+        OSError: the file is unreadable, or of another kind; `strerror` has the reason.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    mode = os.fstat(handle).st_mode
+    if stat.S_ISREG(mode):
+        return handle
+    os.close(handle)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+
+
 def read_at_most(path: str | os.PathLike[str], most_nbytes: int, *, regular: bool = False) -> bytes:
     """Returns the content of a file with at most `most_nbytes` bytes.
 
     Args:
-        regular: True to reject pipes and devices, which can block or never end.
+        regular: True to reject streams of this process too, which users name on a command line.
 
     Raises:
-        OSError: the file is unreadable, larger, or, with `regular`, not a regular file; `strerror` has the reason.
+        OSError: the file is unreadable, larger, or not a regular file; `strerror` has the reason.
     """
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (os.O_NONBLOCK if regular else 0))
+    is_stream = not regular and os.fspath(path).startswith(_STREAMS)
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if is_stream else open_regular(path)
     try:
         status = os.fstat(handle)
-        if stat.S_ISDIR(status.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
-        if regular and not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
         if status.st_size > most_nbytes:
             raise OSError(errno.EFBIG, f"{status.st_size} bytes, the maximum is {most_nbytes}", os.fspath(path))
         parts, total = [], 0

@@ -29,12 +29,15 @@ from tests.support.refusals import refused
 from tests.unit.checkpoint.checkpoint_by_hand import rewrite_manifest
 from zeroaccel.checkpoint import zero_to_fp32
 from zeroaccel.checkpoint.find import find_checkpoint
+from zeroaccel.checkpoint.formats.torch_file import TorchFile
 from zeroaccel.checkpoint.formats.torch_pickle import load_pickle
 from zeroaccel.checkpoint.manifest import check_new_tag, check_tag, read_latest
+from zeroaccel.cli.launch.hostfile import read_hostfile
 from zeroaccel.config.bounds import levels_of, parse_plain_json, read_at_most
-from zeroaccel.config.launch.launch_file import parse_launch_file
+from zeroaccel.config.launch.launch_file import parse_launch_file, text_of_file
 from zeroaccel.config.load_config_file import load_config
-from zeroaccel.errors import CheckpointError, ConfigError
+from zeroaccel.errors import CheckpointError, ConfigError, ZeroAccelError
+from zeroaccel.zero.access.safetensors_file import tensor_locations
 
 MOST_SECONDS = 2.0
 EXAMPLES = 30
@@ -224,6 +227,27 @@ def test_a_latest_that_is_no_file_does_not_block(tmp_path: Path) -> None:
     (tmp_path / "latest").mkdir()
     with pytest.raises(CheckpointError, match=r"latest: cannot be read \(Is a directory\)"):
         read_latest(tmp_path)
+
+
+def test_a_pipe_in_place_of_a_file_does_not_block(tmp_path: Path) -> None:
+    pipe = tmp_path / "file.json"
+    os.mkfifo(pipe)
+    readers: list[Callable[[], object]] = [
+        lambda: TorchFile(pipe),
+        lambda: load_config(str(pipe)),
+        lambda: text_of_file(pipe),
+        lambda: read_hostfile(str(pipe)),
+    ]
+    for read in readers:
+        with pytest.raises(ZeroAccelError, match="not a regular file"):
+            read()
+    with pytest.raises(OSError, match="not a regular file"):
+        next(tensor_locations(pipe))
+    reader, writer = os.pipe()  # as in the shell's <(command)
+    os.write(writer, b"node1 slots=2")
+    os.close(writer)
+    assert read_at_most(f"/dev/fd/{reader}", 100) == b"node1 slots=2"
+    os.close(reader)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,8 @@ def test_a_hostfile_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
         ("node1 slots=4\nnode2 slot=4", r"hosts:2: expected a machine and its number .*, got 'node2 slot=4'"),
         ("node1 slots=0", "hosts:1: expected"),
         ("-oProxyCommand=x slots=1", "hosts:1: expected"),
+        ("x@", "hosts:1: expected"),
+        ("@x slots=1", "hosts:1: expected"),
         ("node1\nnode1", "hosts:2: node1 appears twice; give each machine one line"),
         ("# nothing", "names no machine: expected a line per machine"),
     ],

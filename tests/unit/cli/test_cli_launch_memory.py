@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+
+import pytest
 
 from tests import time_limits
 from tests.support.environment import outside_any_job
 from zeroaccel.cli.launch.launch_memory import VARIABLE, launch_memory
 from zeroaccel.config.launch.launch_settings import launch_settings
+from zeroaccel.errors import ConfigError
 
 RESTARTED = launch_settings({"max_restarts": 1})
 KEEPS = """
@@ -53,3 +58,24 @@ def test_the_folder_of_a_killed_launcher_is_removed(tmp_path: Path) -> None:
     job.stdout.close()
     with launch_memory(RESTARTED, tmp_path) as variables:
         assert list(tmp_path.iterdir()) == [Path(variables[VARIABLE])]
+
+
+def test_files_of_other_users_do_not_stop_a_launch(tmp_path: Path) -> None:
+    memory, elsewhere = tmp_path / "memory", tmp_path / "elsewhere"
+    for folder in (memory, elsewhere):
+        folder.mkdir()
+    (elsewhere / "file").touch()
+    os.mkfifo(memory / "zeroaccel-memory-pipe")
+    (memory / "zeroaccel-memory-link").symlink_to(elsewhere)
+    with launch_memory(RESTARTED, memory):
+        assert len(list(memory.iterdir())) == 3
+    assert (elsewhere / "file").exists()
+
+
+def test_a_memory_without_room_for_a_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    with pytest.raises(ConfigError, match=r"--max_restarts: no folder for states in .* got .No space left on device"):
+        launch_memory(RESTARTED, tmp_path).__enter__()

@@ -130,13 +130,13 @@ def test_settings_reach_the_ranks_with_their_sources() -> None:
     assert sources == {**given.sources, "use_zero": "default"}
 
 
-@pytest.mark.parametrize("kind", ["DEEPSPEED", "MULTI_CPU"])
-def test_on_cpus_accelerate_is_not_asked_for_ddp_instead_of_zero(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "MULTI_CPU", None])
+def test_on_cpus_accelerate_is_not_asked_for_ddp_instead_of_zero(kind: str | None) -> None:
     """accelerate ignores plugins if ACCELERATE_USE_CPU is true, which ranks would inherit from the environment."""
     settings = LaunchSettings.model_validate({"use_cpu": True, "distributed_type": kind})
     environment = launched_environment(settings, {"use_cpu": "--cpu", "distributed_type": "default"})
-    assert environment["ACCELERATE_USE_DEEPSPEED"] == str(kind == "DEEPSPEED").lower()
-    assert environment["ACCELERATE_USE_CPU"] == str(kind != "DEEPSPEED").lower()
+    assert environment.get("ACCELERATE_USE_DEEPSPEED", "false") == str(kind == "DEEPSPEED").lower()
+    assert environment["ACCELERATE_USE_CPU"] == str(kind == "MULTI_CPU").lower()
 
 
 def test_unset_settings_are_not_passed_on() -> None:

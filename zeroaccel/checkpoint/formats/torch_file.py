@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroaccel.checkpoint.formats.torch_pickle import StoredTensor, load_pickle
+from zeroaccel.config.bounds import open_regular
 from zeroaccel.errors import CheckpointError
 from zeroaccel.zero.access.safetensors_file import ITEMSIZE, pread_into
 
@@ -118,7 +119,7 @@ class TorchFile:
     @contextlib.contextmanager
     def _archive(self) -> Iterator[zipfile.ZipFile]:
         # Open the file before making the window: Python 3.13 warns about a window that has no file to close.
-        window = _Window(self.path.open("rb", buffering=0), self._origin, self.nbytes)
+        window = _Window(io.FileIO(open_regular(self.path)), self._origin, self.nbytes)
         with io.BufferedReader(window) as file, zipfile.ZipFile(file) as archive:
             yield archive
 

@@ -367,9 +367,10 @@ def launched_environment(settings: LaunchSettings, sources: Mapping[str, str]) -
     if settings.parallel != ParallelConfig(dp_shard=settings.parallel.dp_shard):
         values["use_parallelism_config"] = True
         value_sources["use_parallelism_config"] = "default"
-    if settings.uses_zero and values.get("use_cpu"):
-        # accelerate reads the variable as "use DDP, regardless of other settings". Devices are hidden anyway; the
-        # launcher sets the variable to false, because ranks may inherit it from the launcher's own environment.
+    if values.get("use_cpu") and (settings.uses_zero or settings.distributed_type is None):
+        # accelerate reads the variable as "use DDP, regardless of other settings", such as those of the script's own
+        # config for Trainer. Devices are hidden anyway; the launcher sets the variable to false, because ranks may
+        # inherit it from the launcher's own environment.
         values["use_cpu"] = False
     return to_environment(LaunchedSettings(**values), value_sources)
 

@@ -21,7 +21,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zeroaccel.config.bounds import is_size, parse_plain_json
+from zeroaccel.config.bounds import is_size, open_regular, parse_plain_json
 from zeroaccel.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def tensor_locations(path: Path) -> Iterator[tuple[str, TensorLocation]]:
         OSError: the file cannot be read.
     """
     size = path.stat().st_size
-    with open(path, "rb") as file:
+    with open(open_regular(path), "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= size - 8:
             raise ValueError("the header does not fit into the file")
