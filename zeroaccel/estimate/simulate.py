@@ -459,6 +459,7 @@ def _recompute(model: nn.Module) -> None:
     for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):  # the newer one first
         own: Callable[..., Any] | None = getattr(model, name, None)
         if own is not None:
+            vars(getattr(model, "config", None) or {})["use_cache"] = False  # transformers does so too, with a warning
             own(**{name.replace("enable", "kwargs"): settings})
             model.train()
             return
