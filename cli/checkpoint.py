@@ -9,14 +9,16 @@ interval of each tensor.
 from __future__ import annotations
 
 import json
+import shlex
 from collections import Counter
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import click
 
 from zeroaccel.checkpoint import zero_to_fp32 as program
-from zeroaccel.checkpoint.find import checkpoint_folders, find_checkpoint
+from zeroaccel.checkpoint.find import checkpoint_folders, find_checkpoint, refuse_trainers_folder
 from zeroaccel.checkpoint.formats.deepspeed_checkpoint import (
     is_deepspeed_checkpoint,
     open_deepspeed_checkpoint,
@@ -69,7 +71,8 @@ def inspect(folder: Path, tag: str | None, html_path: str | None, as_json: bool)
         is_one = tag is None and (folder / MANIFEST_NAME).exists()
         manifest = read_manifest(folder) if is_one else find_checkpoint(folder, tag)[1]
         if html_path is not None:
-            write_page(Path(html_path), checkpoint_page(manifest))
+            where = folder if is_one else folder / manifest.tag
+            write_page(Path(html_path), checkpoint_page(manifest, where))
             click.echo(f"zeroaccel: page written to {html_path}", err=True)
         if as_json:
             click.echo(json.dumps(checkpoint_facts(manifest), indent=1))
@@ -206,6 +209,7 @@ def _chosen(folder: Path, tag: str | None) -> list[Path]:
         return [folder]
     folders = [each for each in checkpoint_folders(folder) if tag in (None, each.name)]
     if not folders:
+        refuse_trainers_folder(folder)
         what = "a checkpoint" if tag is None else f"a checkpoint {tag}"
         raise UsageError(f"{folder}", expected=f"a folder with {what} in it")
     return folders
@@ -285,7 +289,7 @@ def checkpoint_facts(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def checkpoint_page(manifest: Manifest) -> str:
+def checkpoint_page(manifest: Manifest, folder: Path) -> str:
     """Returns the page of a checkpoint as HTML. With many tensors it shows the first ones and the number of others."""
     facts = checkpoint_facts(manifest)
     title = f"Checkpoint {facts['tag']}: stage {facts['stage']}, {facts['world_size']} ranks, step {facts['step']}"
@@ -314,6 +318,7 @@ def checkpoint_page(manifest: Manifest) -> str:
     intervals = Table("Elements [from, to) of each tensor", headings, rows[:_MOST_ROWS], texts=(0, 1, 2, 7))
     weights = len([fqn for fqn in manifest.order if manifest.weight_key(fqn) is not None])
     body = [
+        *_summary(manifest, folder),
         "<h2>Intervals by rank</h2>",
         f"<p>Each bar is one parameter from its first element to its last; {len(drawn)} of {weights} are drawn.</p>",
         legend({f"rank {rank}": _colour(rank) for rank in ranks[: len(COLOURS)]}),
@@ -326,6 +331,35 @@ def checkpoint_page(manifest: Manifest) -> str:
     if left_out > 0:
         body.append(f"<p>{left_out} more intervals are left out; --json has all of them.</p>")
     return page(title, body, about=f"Optimizer: {facts['optimizer'] or 'none'}.")
+
+
+def _summary(manifest: Manifest, folder: Path) -> list[str]:
+    """Returns size, parameters and date of a checkpoint, and the commands to check, resume and convert it."""
+    numel = sum(manifest.tensors[key].numel for fqn in manifest.order if (key := manifest.weight_key(fqn)) is not None)
+    saved = datetime.fromtimestamp(manifest.saved_at, timezone.utc)
+    facts = Table(
+        "Summary",
+        ["fact", "value"],
+        [
+            ["size", f"{manifest.nbytes / 1e9:.3g} GB in {len(manifest.files)} files"],
+            ["parameters", f"{numel:,} in {len(manifest.parameters)} tensors"],
+            ["saved", f"{saved:%Y-%m-%d %H:%M} UTC"],
+            ["verified", "no: this page reads the manifest only; `zeroaccel checkpoint verify` reads every byte"],
+        ],
+        texts=(0, 1),
+    )
+    root, tag = shlex.quote(str(folder.parent)), shlex.quote(folder.name)
+    commands = [
+        f"zeroaccel checkpoint verify {root} --tag {tag}",
+        f"zeroaccel zero-to-fp32 {root} weights --tag {tag}",
+        f"engine.load_checkpoint({str(folder.parent)!r}, tag={folder.name!r})  # in the script, to resume",
+    ]
+    return [
+        "<h2>Summary</h2>",
+        facts.html(),
+        "<h2>Verify, convert, resume</h2>",
+        f"<pre>{escaped(chr(10).join(commands))}</pre>",
+    ]
 
 
 def _bars(facts: dict[str, Any], drawn: list[str]) -> str:

@@ -19,7 +19,7 @@ from zeroaccel.config.parallel import AXES
 from zeroaccel.errors import ConfigError
 
 from .grouped_help import GroupedOptions
-from .pages.estimate_page import KINDS, chart_page, estimate_page, gb, positions, verdict
+from .pages.estimate_page import KINDS, chart_page, command, estimate_page, gb, positions, verdict
 from .pages.frame import COLOURS, check_page_path, write_page
 from .progress import ProgressLine, estimating
 
@@ -146,15 +146,16 @@ def estimate(
             mesh_rows = _mesh_rows(what, requested, capacity, line)
         else:
             rows = _plans(what, requested, capacity)
+            smaller = _smaller(model, what, requested, capacity, rows, line)
     if what.note:
         click.echo(f"zeroaccel: {what.note}", err=True)
     if meshes:
         show_meshes(model, requested, capacity, mesh_rows, as_json=as_json)
         return
     if as_json:
-        click.echo(json.dumps(_report(model, requested, capacity, rows), indent=2))
+        click.echo(json.dumps(_report(model, requested, capacity, rows) | smaller, indent=2))
     else:
-        _show(model, requested, capacity, rows)
+        _show(model, requested, capacity, rows, smaller)
         for words in mesh_remarks(what, requested, capacity, rows[0]):
             click.echo(words, err=not words.startswith("GB "))
     if html_path is not None:
@@ -248,6 +249,41 @@ def _report(model: str, workload: Workload, capacity: Capacity, rows: list[PlanR
     return report | ({"traffic": traffic} if traffic else {})
 
 
+def _smaller(
+    model: str, what: Subject, requested: Workload, capacity: Capacity, rows: list[PlanRow], line: ProgressLine
+) -> dict[str, Any]:
+    """Returns {"smaller": a workload that fits, with its command and the keys of its config} if no plan fits, or {}."""
+    from zeroaccel.estimate import smaller_that_fits
+
+    if any(row.fits is not False for row in rows):
+        return {}
+    line.doing = f"estimating {model} with less memory"
+    found = smaller_that_fits(what, requested, capacity)
+    if found is None:
+        return {}
+    workload, one = found[0], found[1].estimate
+    zero: dict[str, Any] = {"stage": one.stage}
+    for key, device in (("offload_optimizer", one.offload_optimizer), ("offload_param", one.offload_param)):
+        if device != "none":
+            zero[key] = {"device": device} | ({"nvme_path": "NVME_PATH"} if device == "nvme" else {})
+    config = {
+        "train_micro_batch_size_per_gpu": workload.batch,
+        "gradient_accumulation_steps": workload.accumulation,
+        "zero_optimization": zero,
+    }
+    facts = {"plan": one.name, "total": one.device.total, "checkpointing": workload.checkpointing}
+    return {"smaller": {**facts, "command": command(model, workload, capacity), "config": config}}
+
+
+def _show_smaller(smaller: dict[str, Any]) -> None:
+    click.echo(
+        f"zeroaccel: no plan fits as requested; with activation checkpointing and batch "
+        f"{smaller['config']['train_micro_batch_size_per_gpu']}, {smaller['plan']} does, with "
+        f"{gb(smaller['total'])} GB per rank:\n  {smaller['command']}\n  {json.dumps(smaller['config'])}",
+        err=True,
+    )
+
+
 def _title(model: str, workload: Workload, rows: list[PlanRow]) -> str:
     ranks = f"{workload.ranks} rank{'s' if workload.ranks > 1 else ''}"
     words = [
@@ -263,7 +299,7 @@ def _title(model: str, workload: Workload, rows: list[PlanRow]) -> str:
     return ", ".join([*words, workload.optimizer])
 
 
-def _show(model: str, workload: Workload, capacity: Capacity, rows: list[PlanRow]) -> None:
+def _show(model: str, workload: Workload, capacity: Capacity, rows: list[PlanRow], smaller: dict[str, Any]) -> None:
     from rich import box
 
     device = "in memory, per rank" if capacity.on_cpu else "on the device, per rank"
@@ -278,8 +314,11 @@ def _show(model: str, workload: Workload, capacity: Capacity, rows: list[PlanRow
         click.echo(words, err=True)
     if all(row.fits is None for row in rows):
         click.echo("zeroaccel: add --device_memory 80GB (or --cpu) to see which plans fit", err=True)
+    elif smaller:
+        _show_smaller(smaller["smaller"])
     elif not any(row.fits for row in rows):
-        click.echo("zeroaccel: no plan fits; use more ranks, a smaller batch, or --checkpointing", err=True)
+        remedy = "use more ranks, a shorter sequence, or --lora_rank 16"
+        click.echo(f"zeroaccel: no plan fits, not even with --checkpointing and --batch 1; {remedy}", err=True)
 
 
 def _plan_cells(row: PlanRow, local: int) -> list[str]:

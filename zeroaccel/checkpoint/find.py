@@ -6,6 +6,7 @@ Reads only folders and manifests; no torch, no ranks.
 from __future__ import annotations
 
 import contextlib
+import re
 from pathlib import Path
 
 from zeroaccel.checkpoint.formats.deepspeed_checkpoint import has_files
@@ -39,6 +40,8 @@ def find_checkpoint(root: Path, tag: object = None, *, complete: bool = True) ->
         return f"checkpoints in {root}: {listed(sorted(path.name for path in checkpoint_folders(root))) or 'none'}"
 
     if tag is None:
+        if not (root / LATEST_NAME).exists():
+            refuse_trainers_folder(root)
         tag = read_latest(root, fix=f'{there()}; pass a tag, or tag="auto" for the newest valid one')
     folder = root / check_tag(tag)
     if not folder.is_dir():
@@ -87,6 +90,18 @@ def has_checkpoints(root: Path) -> bool:
 def checkpoint_folders(root: Path) -> list[Path]:
     """Returns the folders in `root` that are checkpoints of this format or interrupted saves."""
     return [path for path in _folders(root) if _is_ours(path)]
+
+
+def refuse_trainers_folder(root: Path) -> None:
+    """Raises CheckpointError if the folders in `root`, such as checkpoint-20, are folders of checkpoints."""
+    below = [path for path in _folders(root) if (path / LATEST_NAME).is_file()]
+    if below:
+        numbers = {path: [int(part) for part in re.findall(r"\d+", path.name)] for path in below}
+        below.sort(key=numbers.__getitem__)
+        names = listed([path.name for path in below])
+        raise CheckpointError(
+            f"{root}: its folders have the checkpoints: {names}", fix=f"pass one, such as {below[-1]}"
+        )
 
 
 def _folders(root: Path) -> list[Path]:

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Converts a sharded checkpoint to one model file, or a folder of them, without a config, GPU or process group.
 
-This file stands alone: it needs Python, numpy and safetensors, and torch only to write .bin. Every folder of
-checkpoints has a copy of it, so it may import nothing from the package that wrote them. It reads the format of
-docs/checkpoint_format.md and checks every byte. It streams, with a few chunks in memory, or one output file for .bin.
+This file stands alone: it needs Python and numpy, and torch only to write .bin. Every folder of checkpoints has a copy
+of it, so it may import nothing from the package that wrote them. It reads the format of docs/checkpoint_format.md and
+checks every byte. It streams, with a few chunks in memory, or one output file for .bin.
 `read_source` reads this format; `convert` also accepts a `Source` of another format.
 """
 
@@ -316,6 +316,11 @@ def _find(root: Path, tag: str | None) -> Path:
         try:
             tag = _read_regular(root / "latest", 4096).decode("utf-8").strip()
         except FileNotFoundError:
+            if below := _folders_below(root):
+                listed = ", ".join(path.name for path in below)
+                raise ConversionError(
+                    f"{root}: its folders have the checkpoints: {listed}; convert one, such as {below[-1]}"
+                ) from None
             raise ConversionError(f"{root / 'latest'}: missing; pass --tag; checkpoints here: {there}") from None
         except (OSError, UnicodeDecodeError) as error:
             what = error.strerror if isinstance(error, OSError) else "not UTF-8"
@@ -331,6 +336,12 @@ def _find(root: Path, tag: str | None) -> Path:
     if not (root / tag).is_dir():
         raise ConversionError(f"{root / tag}: no such checkpoint; here: {there}")
     return root / tag
+
+
+def _folders_below(root: Path) -> list[Path]:
+    """Returns the folders of checkpoints in a trainer's output folder, in order of their steps."""
+    folders = {path.parent for path in root.glob("*/latest")}
+    return sorted(folders, key=lambda path: [int(part) for part in re.findall(r"\d+", path.name)])
 
 
 def _source(folder: Path, body: Mapping[str, Any], checksum: str) -> Source:
@@ -902,6 +913,8 @@ def convert(
     _announce(source, output, options, targets, shards, dry_run=dry_run)
     if dry_run:
         return []
+    if form == "bin":
+        _torch()  # raises before the first byte is written
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return _write(source, folder, shards, form, options, single=folder != output, show_progress=show_progress)
@@ -1018,20 +1031,23 @@ Reader = Callable[[Target, int, int], Bytes]  # (target, first byte, bytes)
 
 @contextlib.contextmanager
 def _safetensors_file(path: Path, shard: Shard) -> Iterator[Reader]:
-    import safetensors
-
-    try:
-        with safetensors.safe_open(path, framework="np") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            _compare(path, shard.targets, {name: (s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()})
-    except safetensors.SafetensorError as error:
-        raise ConversionError(f"{path}: not readable after writing ({error}); remove it and run again") from error
     with open(path, "rb") as raw:
         length = int.from_bytes(raw.read(8), "little")
-        header = json.loads(raw.read(length))
+        try:
+            header = json.loads(raw.read(length))
+            spans = {name: one["data_offsets"] for name, one in header.items() if name != "__metadata__"}
+            written = {name: (header[name]["dtype"], tuple(header[name]["shape"])) for name in spans}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConversionError(f"{path}: not readable after writing ({error}); remove it and run again") from error
+        _compare(path, shard.targets, written)
+        # Tensors fill the file without gaps or overlaps, as every reader of the format requires.
+        edges = [0, *(edge for span in sorted(spans.values()) for edge in span), path.stat().st_size - 8 - length]
+        sizes = {target.name: target.nbytes for target in shard.targets}
+        if edges[::2] != edges[1::2] or any(end - start != sizes[name] for name, (start, end) in spans.items()):
+            raise ConversionError(f"{path}: its tensors do not fill it; remove it and run again")
 
         def read(target: Target, first: int, nbytes: int) -> Bytes:
-            start = 8 + length + header[target.name]["data_offsets"][0]
+            start = 8 + length + spans[target.name][0]
             return _pread(raw.fileno(), path, start + first, nbytes)
 
         yield read

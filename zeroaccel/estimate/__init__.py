@@ -23,6 +23,7 @@ from zeroaccel.estimate.plans import (
     check_capacity,
     estimate,
     plan_table,
+    smaller_that_fits,
     traffic_table,
 )
 from zeroaccel.estimate.subject import Subject, subject
@@ -51,6 +52,7 @@ __all__ = [
     "mesh_table",
     "needless_crossing",
     "plan_table",
+    "smaller_that_fits",
     "subject",
     "traffic_table",
 ]

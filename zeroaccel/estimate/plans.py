@@ -153,6 +153,24 @@ def first_that_fits(what: Subject, workload: Workload, capacity: Capacity) -> Pl
     return min(rows, key=lambda row: row.estimate.device.total)
 
 
+def smaller_that_fits(what: Subject, workload: Workload, capacity: Capacity) -> tuple[Workload, PlanRow] | None:
+    """Returns the closest smaller workload with a plan that fits: recomputation, then smaller micro-batches with it.
+
+    The samples per step stay the same, if halving the batch allows it.
+    """
+    one = workload
+    while not one.checkpointing or one.batch > 1:
+        if one.checkpointing:
+            batch = one.batch // 2
+            one = replace(one, batch=batch, accumulation=max(one.accumulation, one.accumulation * one.batch // batch))
+        else:
+            one = replace(one, checkpointing=True)
+        row = first_that_fits(what, one, capacity)
+        if row.fits:
+            return one, row
+    return None
+
+
 def check_capacity(one: Estimate, workload: Workload, capacity: Capacity) -> tuple[bool | None, str]:
     """Returns (True if the plan fits, or None without known capacity; the memory that is too small, or "").
 

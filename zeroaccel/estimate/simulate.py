@@ -43,6 +43,7 @@ from zeroaccel.zero.param_unit import FlatBuffer
 from zeroaccel.zero.wrap_policy import group_parameters, has_expert_interface
 
 _DEVICE = torch.ops.prim.device.default
+_IN_PLACE = (torch.ops.aten._foreach_zero_.default, torch.ops.aten._foreach_copy_.default)
 _SHAPES = ShapesOnly()  # shared, because its cached results are valid for every model
 
 
@@ -246,11 +247,12 @@ def _shard_nbytes(buffer: FlatBuffer) -> int:
 
 
 class _PeakRecorder:
-    """Records memory by kind at every new peak of a step, at every change, or after every operation except views.
+    """Records memory by kind at every new peak of a step, at every change, or after every operation that may add some.
 
     Some operations that do not change the memory occur once per unit, so traces of different lengths match only without
     them. Traces of different workloads match only with them, because an operation may add and free the same bytes in
-    one workload. Views add no memory, so the peak is never at a view.
+    one workload. Views and copies in place add no memory, so the peak is never at one; whether padding is set to zero
+    depends on the number of ranks.
 
     Attributes:
         phase: number of completed phases of the step.
@@ -325,7 +327,7 @@ class MemoryTracker(TorchDispatchMode):
             for leaf in result:
                 if isinstance(leaf, Tensor):
                     self._add(leaf.untyped_storage())
-        if self._on_change is not None and not (self._skips_views and func.is_view):
+        if self._on_change is not None and not (self._skips_views and (func.is_view or func in _IN_PLACE)):
             self._measure(self._on_change)
         return result
 
@@ -457,6 +459,7 @@ def _recompute(model: nn.Module) -> None:
     for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):  # the newer one first
         own: Callable[..., Any] | None = getattr(model, name, None)
         if own is not None:
+            vars(getattr(model, "config", None) or {})["use_cache"] = False  # transformers does so too, with a warning
             own(**{name.replace("enable", "kwargs"): settings})
             model.train()
             return

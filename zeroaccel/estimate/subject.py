@@ -96,20 +96,15 @@ def subject(text: str | nn.Module | Callable[[], Any]) -> Subject:
         return _of_known_config(text, known)
     if ":" in text and "/" not in text:
         return _of_function(text, _imported(text))
-    problem = "the Hugging Face hub was not searched: its names have the form OWNER/NAME"
-    if _HUB_NAME.fullmatch(text):
-        file, problem = _from_hub(text)
-        if file is not None:
-            return replace(_of_folder(file), name=text)
     near = _near_models(text)
-    fixes = [f"did you mean {' or '.join(near)}?"] if near else []
+    fixes = [f"did you mean {' or '.join(near)}?"] if near else [f"known families: {', '.join(_families())}"]
+    if not _HUB_NAME.fullmatch(text):
+        raise ConfigError("MODEL", expected="a known model" if near else _EXPECTED, got=text, fix="; ".join(fixes))
+    file, problem = _from_hub(text)
+    if file is not None:
+        return replace(_of_folder(file), name=text)
     fixes += ["without the hub, pass the path of a config.json or of its folder"]
-    if not near:
-        fixes += [f"known model families: {', '.join(_families())}"]
-    fix = "; ".join(fixes)
-    if "/" in text:
-        raise ConfigError(f"MODEL {text}: {problem}", fix=fix)
-    raise ConfigError(f"MODEL: {problem}", expected=_EXPECTED, got=text, fix=fix)
+    raise ConfigError(f"MODEL {text}: {problem}", fix="; ".join(fixes))
 
 
 def _families() -> dict[str, list[str]]:

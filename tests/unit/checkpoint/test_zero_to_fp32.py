@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tracemalloc
@@ -33,6 +34,7 @@ from zeroaccel.checkpoint.consolidate import (
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )
+from zeroaccel.checkpoint.find import find_checkpoint
 from zeroaccel.checkpoint.zero_to_fp32 import ConversionError, run
 from zeroaccel.errors import CheckpointError, UsageError
 
@@ -255,6 +257,58 @@ def test_an_interrupted_run_is_taken_up(
     assert not list((tmp_path / "out").glob("*progress*"))
 
 
+@pytest.mark.parametrize("at", [9, 40])
+def test_a_damaged_header_of_a_written_file_is_found(
+    at: int, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verify = zero_to_fp32._verify
+
+    def damaged_before(path: Path, *arguments: Any) -> None:
+        _flip(path, at)
+        verify(path, *arguments)
+
+    monkeypatch.setattr(zero_to_fp32, "_verify", damaged_before)
+    with pytest.raises(ConversionError, match=r"model.safetensors: .*; remove it and run again"):
+        run([str(root), str(tmp_path / "out")], "program")
+
+
+def test_a_written_file_with_a_gap_is_found(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    verify = zero_to_fp32._verify
+
+    def lengthened_before(path: Path, *arguments: Any) -> None:
+        with path.open("ab") as file:
+            file.write(b"12345678")
+        verify(path, *arguments)
+
+    monkeypatch.setattr(zero_to_fp32, "_verify", lengthened_before)
+    with pytest.raises(ConversionError, match="its tensors do not fill it; remove it and run again"):
+        run([str(root), str(tmp_path / "out")], "program")
+
+
+def test_a_bin_without_torch_is_refused_before_a_folder_is_made(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ConversionError, match="requires torch"):
+        run([str(root), str(tmp_path / "out"), "--format", "bin"], "program")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_folder_of_trainer_lists_its_checkpoints(root: Path, tmp_path: Path) -> None:
+    for step in (100, 20):
+        shutil.copytree(root, tmp_path / "run" / f"checkpoint-{step}")
+    (tmp_path / "run" / "logs").mkdir()
+    folder = tmp_path / "run"
+    with pytest.raises(ConversionError) as raised:
+        run([str(folder), str(tmp_path / "out")], "program")
+    with pytest.raises(CheckpointError) as loaded:
+        find_checkpoint(folder)
+    for message in (str(raised.value), str(loaded.value)):
+        assert "checkpoint-20, checkpoint-100; " in message
+        assert message.endswith(f"such as {folder / 'checkpoint-100'}")
+    assert find_checkpoint(folder / "checkpoint-20")[0].parent.name == "checkpoint-20"
+
+
 def test_a_file_that_changed_since_the_interruption_is_found(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,12 +331,14 @@ def test_files_of_another_checkpoint_are_not_resumed(root: Path, tmp_path: Path)
         run([str(tmp_path / "other"), str(tmp_path / "out")], "program")
 
 
-def test_the_dropped_script_needs_no_torch(root: Path, parameters: dict[str, Entry], tmp_path: Path) -> None:
+def test_the_dropped_script_needs_neither_torch_nor_safetensors(
+    root: Path, parameters: dict[str, Entry], tmp_path: Path
+) -> None:
     drop_script(root)
     script = root / "zero_to_fp32.py"
     assert os.access(script, os.X_OK)
     code = (
-        "import runpy, sys\nsys.modules['torch'] = sys.modules['zeroaccel'] = None\n"
+        "import runpy, sys\nsys.modules['torch'] = sys.modules['safetensors'] = sys.modules['zeroaccel'] = None\n"
         "runpy.run_path(sys.argv[1], run_name='__main__')"
     )
     # `sys.argv` begins with the script's name, as if the interpreter had started the script itself.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -55,9 +56,23 @@ def test_a_table_in_a_pipe_is_plain_text() -> None:
 
 def test_a_model_without_a_fitting_plan_gets_a_remedy() -> None:
     assert (
-        "no plan fits; use more ranks"
+        "no plan fits, not even with --checkpointing and --batch 1; use more ranks"
         in typed("estimate", MODEL, "--seq", "8", "--host_memory", "1MB", "--device_memory", "0.001MB").err
     )
+
+
+def test_a_smaller_batch_that_fits_has_a_command_and_a_config() -> None:
+    size = ("--ranks", "2", "--batch", "8", "--sequence", "64")
+    plans = json.loads(typed("estimate", "20k", *size, "--checkpointing", "--json").out)["plans"]
+    limit = f"{min(plan['device']['total'] for plan in plans) * 1.2 / 1e9:.9f}GB"
+    said = typed("estimate", "20k", *size, "--device_memory", limit)
+    smaller = json.loads(typed("estimate", "20k", *size, "--device_memory", limit, "--json").out)["smaller"]
+    assert smaller["checkpointing"]
+    assert smaller["config"]["train_micro_batch_size_per_gpu"] == 8
+    assert smaller["command"] in said.err
+    assert json.dumps(smaller["config"]) in said.err
+    again = json.loads(typed(*shlex.split(smaller["command"].removeprefix("zeroaccel ")), "--json").out)
+    assert [smaller["total"]] == [plan["device"]["total"] for plan in again["plans"] if plan["recommended"]]
 
 
 @pytest.mark.parametrize("kind", ["html", "png"])
@@ -76,7 +91,7 @@ def test_charts_are_written(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["7x"], "MODEL: the Hugging Face hub was not searched"),
+        (["7x"], "MODEL: expected a parameter count such as 7b"),
         ([MODEL, "--ranks", "8", "--ranks_per_machine", "3"], "--ranks_per_machine: expected a divisor of the 8 ranks"),
         ([MODEL, "--disk", "much"], "'much' is not a size such as 80GB or 512MiB"),
         ([MODEL, "--plot", "/no/such/folder/a.png"], "there is no folder /no/such/folder; make it, or name another"),

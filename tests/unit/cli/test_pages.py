@@ -137,8 +137,21 @@ def test_the_page_of_a_checkpoint_covers_every_tensor(tmp_path: Path) -> None:
             assert [key, str(one["rank"])] in [[row[0], row[3]] for row in rows]
         assert stop == numel
     assert len(rows) == sum(len(tensor["intervals"]) for tensor in facts["tensors"].values())
+    summary = dict(found.tables["Summary"][1:])
+    assert summary["parameters"] == "37 in 2 tensors"
+    assert summary["verified"].startswith("no: ")
+    assert f"zeroaccel zero-to-fp32 {tmp_path / 'out'} weights --tag global_step1" in path.read_text()
     sizes = {row[0]: int(row[2]) for row in found.tables["Files"][1:]}
     assert sizes == {file.name: file.stat().st_size for file in (tmp_path / "out" / "global_step1").glob("rank*")}
+
+
+def test_inspect_lists_the_folders_of_a_trainer(tmp_path: Path) -> None:
+    for step in (100, 20):
+        make_checkpoint(tmp_path / f"checkpoint-{step}", {"w": Entry("F32", np.zeros(7, np.float32))})
+    for command in ("inspect", "verify", "inspect --json"):
+        done = typed(f"checkpoint {command}", str(tmp_path), code=1)
+        assert "checkpoint-20, checkpoint-100; " in done.err
+        assert f"such as {tmp_path / 'checkpoint-100'}" in done.err
 
 
 def test_a_report_shows_every_metric_of_two_runs(tmp_path: Path) -> None:

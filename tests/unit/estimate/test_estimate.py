@@ -19,7 +19,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.refusals import refused
 from zeroaccel.cli.pages.estimate_page import positions
 from zeroaccel.errors import ConfigError, UsageError, ZeroAccelError
-from zeroaccel.estimate import PLANS, Capacity, ClosedForms, Estimate, Workload, estimate, plan_table, subject
+from zeroaccel.estimate import (
+    HEADROOM,
+    PLANS,
+    Capacity,
+    ClosedForms,
+    Estimate,
+    Workload,
+    estimate,
+    plan_table,
+    smaller_that_fits,
+    subject,
+)
 from zeroaccel.estimate.decoder import Decoder, known_shape, shape_of
 from zeroaccel.estimate.extrapolate import MemoryTrace, Moment, extrapolate_depth
 from zeroaccel.estimate.known_models import CONFIGS, READ_PICTURES
@@ -215,6 +226,26 @@ def test_the_recommended_plan_comes_first_and_fits() -> None:
     assert all(row.fits is None for row in plan_table(large, workload, Capacity()))
 
 
+def test_a_smaller_workload_fits_with_recomputation_and_then_with_a_smaller_batch() -> None:
+    shape = Shape(1, 64, 128, 256)
+    what = Subject("small", "", lambda: (Decoder(shape), predict_tokens), shapes_only=True)
+    workload = Workload(ranks=2, batch=8, sequence=256)
+
+    def peak(one: Workload) -> int:
+        return min(row.estimate.device.total for row in plan_table(what, one, Capacity()))
+
+    again = replace(workload, checkpointing=True)
+    halved = replace(again, batch=4, accumulation=2)
+    for expected, before in ((again, workload), (halved, again)):
+        capacity = Capacity(device=round((peak(expected) + peak(before)) / 2 / (1 - HEADROOM)))
+        assert not any(row.fits for row in plan_table(what, workload, capacity))
+        found = smaller_that_fits(what, workload, capacity)
+        assert found is not None
+        assert found[0] == expected
+        assert found[1].fits
+    assert smaller_that_fits(what, workload, Capacity(device=1000)) is None
+
+
 def test_a_single_rank_needs_no_stage() -> None:
     assert plan_table(_Blocks, Workload(sequence=8), Capacity(device=10**12))[0].estimate.name == "stage 0"
 
@@ -301,7 +332,8 @@ def test_a_model_that_looks_at_values_is_refused() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("seven", "MODEL: the Hugging Face hub was not searched.*: expected a parameter count such as 7b"),
+        ("seven", "^MODEL: expected a parameter count such as 7b.*, got 'seven'; known families: deepseek"),
+        ("llama-9-7b", r"^MODEL: expected a known model, got 'llama-9-7b'; did you mean llama-2-7b"),
         ("meta-llama/nothing", "pass the path of a config.json or of its folder"),
         ("mixtral-9x7b", r"did you mean mixtral-8x7b or mixtral-8x22b\?"),
         ("mistral-9b", r"did you mean mistral-7b"),
