@@ -175,7 +175,7 @@ class _Campaign:
         if self._arguments.no_predictions:
             return {}
         if self._why is None and not self._arguments.parts:
-            print(f"no predictions: {file} is missing or of other code, and a call on a device has no time to make them")
+            print(f"no predictions: {file} is missing or of other code; a call on a device has no time to make them")
             return {}
         predictions = predict(self._arguments.size)
         file.write_text(json.dumps({"of": state, **predictions}, indent=1))

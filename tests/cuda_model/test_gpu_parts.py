@@ -7,6 +7,8 @@ measure memory that nothing wrote.
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from tests.cuda_model.conftest import ModelProcess
@@ -22,7 +24,7 @@ _FIGURES = {
     "waits": "waits of the host, stage 3, both on host",
     "memory": "peak, stage 3, both on host",
     "overlap": "copies, stage 3, both on host",
-    "host_update": "residuals of masters, 1 threads",
+    "host_update": f"residuals of masters, {len(os.sched_getaffinity(0))} threads",
     "host_training": "update, optimizer on host, during the next step",
     "seven_billion": "",
     "contenders": "FSDP2, compiled, median of the turns",
