@@ -53,7 +53,7 @@ docs: $(INSTALLED)  ## Build the site into build/site; warnings are errors
 bench: $(INSTALLED)  ## Compare step times with other engines on this machine
 	$(BIN)/python benchmarks/step_time.py $(BENCH_ARGS)
 
-gpu: $(INSTALLED)  ## Measure on a GPU, beside the predictions of the stream model
+gpu: $(INSTALLED)  ## Measure on a GPU in two calls, beside the predictions of the stream model
 	$(BIN)/python benchmarks/gpu $(GPU_ARGS)
 
 release: $(INSTALLED)  ## Build wheel and sdist into dist/, check them, and install each into an empty environment

@@ -1,37 +1,53 @@
-"""Runs the GPU benchmarks part by part, and writes their figures beside the predictions of the stream model.
+"""Runs a campaign on a GPU in two calls, and writes its figures beside the predictions of the stream model.
 
-    python benchmarks/gpu [PART ...] [--size small|large] [--limit SECONDS] [--out FOLDER] [--kept]
+    python benchmarks/gpu [--call 1|2] [--size small|large] [--out FOLDER]
+    python benchmarks/gpu PART ... [--limit SECONDS] [--kept]
 
-Each part runs in a separate process with a time limit, so that a part that fails or hangs does not stop the others.
-FOLDER gets each figure as JSON immediately, and `gpu-DATE.md` with the table of all. `--kept` keeps the predictions and
-figures of an earlier run in FOLDER, so that predictions can come from another machine, and parts can run one at a time.
-Without a CUDA device the program makes the predictions and skips the parts by name.
+Without names, the stages of the campaign (`campaign.py`) run: both calls, or one of them, which has a limit. Each stage
+or part runs in a separate process with its own limit, so that one that fails or hangs costs no other. FOLDER gets each
+figure as JSON immediately, and after each stage `gpu-DATE.md`, a page with the table of all. A later call skips the
+stages that this tree has completed in FOLDER on a device of the same kind; a named part always runs.
+
+Predictions are made on a machine without a device, and before named parts; FOLDER may come from that machine. Without a
+CUDA device, stages and parts are skipped by name; with `--rehearse`, they run on the stream model.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import hashlib
 import json
+import platform
 import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
 
 from figures import Figure, table  # noqa: E402
-from parts import PARTS, Run  # noqa: E402
-from predictions import predict  # noqa: E402
+
+if TYPE_CHECKING:
+    from campaign import Call
 
 __all__: list[str] = []
 
 LIMIT_SECONDS = 600.0
+_IN_USE = "predictions-in-use.json"
+_LEAST_SECONDS = 15.0  # a stage that has less left is not started
+_SOURCES = ("zeroaccel", "benchmarks/gpu", "tests/cuda_model")
+_PACKAGES = ("torch", "cupy-cuda12x", "cupy-cuda13x", "numpy", "numba", "transformers", "deepspeed", "triton")
 
 
 def main() -> int:
+    if {"--only", "--rehearse"} <= set(sys.argv):
+        import tests.cuda_model.gpu_parts  # noqa: F401  # loads the model's library before anything imports torch
     arguments = _arguments()
     if arguments.only:
         return _run_here(arguments)
@@ -43,64 +59,176 @@ def main() -> int:
             f"benchmarks/gpu: --out {folder}: expected a folder that can be written ({error.strerror})", file=sys.stderr
         )
         return 2
-    predictions = _predictions(arguments, folder)
-    why = _no_gpu()
-    asked = arguments.parts or list(PARTS)
-    failed = False
-    for name in asked:
+    campaign = _Campaign(arguments, folder)
+    if arguments.parts:
+        for name in arguments.parts:
+            campaign.run(name, arguments.limit)
+    else:
+        for number in (arguments.call,) if arguments.call else tuple(_calls()):
+            campaign.call(number)
+    print(f"written: {campaign.write()}")
+    return 1 if campaign.failed else 0
+
+
+class _Campaign:
+    """Runs stages and parts, and writes the page.
+
+    Attributes:
+        failed: True if one of them failed.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
+        self._arguments = arguments
+        self._folder = folder
+        self._why = None if arguments.rehearse else _no_gpu()
+        self._card = "the stream model" if arguments.rehearse else _card()
+        self._tree = _tree()
+        self._names: list[str] = []
+        self._predictions = self._predict()
+        self.failed = False
+
+    def call(self, number: int) -> None:
+        """Runs the stages of a call until its limit."""
+        call = _calls()[number]
+        deadline = time.monotonic() + call.seconds
+        print(f"=== call {number}: {len(call.stages)} stages in at most {call.seconds:.0f} s", flush=True)
+        for name, seconds in call.stages.items():
+            left = deadline - time.monotonic()
+            if self._is_done(name):
+                self._names.append(name)
+                print(f"--- {name}: skipped: {self._folder} has its figures for this tree", flush=True)
+            elif left < _LEAST_SECONDS:
+                self.failed = True
+                self._note(name, [], f"failed: no time was left in call {number}")
+            else:
+                self.run(name, min(seconds, left))
+
+    def run(self, name: str, seconds: float) -> None:
+        """Runs one stage or part, and writes its section and the page."""
         print(f"--- {name}", flush=True)
-        if why is None:
-            figures, outcome = _run_apart(name, arguments, folder)
+        if self._why is None:
+            begun = time.monotonic()
+            figures, outcome = _run_apart(name, seconds, self._arguments, self._folder)
+            state = {"tree": self._tree, "size": self._arguments.size, "card": self._card}
+            if not outcome.startswith("failed"):
+                state |= {"seconds": time.monotonic() - begun}
+                self._state_file(name).write_text(json.dumps(state))
         else:
-            figures = [Figure(key, None, "", value) for key, value in predictions.items() if _belongs(key, name)]
-            outcome = f"skipped: {why}"
-        failed |= outcome.startswith("failed")
-        section = [f"## {name}", "", (PARTS[name].__doc__ or "").strip(), "", outcome, ""]
-        (folder / f"{name}.md").write_text("\n".join([*section, *(table(figures) if figures else []), ""]))
+            figures = [Figure(key, None, "", value) for key, value in self._predictions.items() if _belongs(key, name)]
+            outcome = f"skipped: {self._why}"
+        self.failed |= outcome.startswith("failed")
+        self._note(name, figures, outcome)
+
+    def write(self) -> Path:
+        """Writes the page of all sections; returns its path."""
+        today = datetime.date.today()
+        head = [
+            f"# On a GPU, {today}",
+            "",
+            f"{self._card}, {_versions()}. Python {platform.python_version()}. Size of the models:"
+            f" {self._arguments.size}. Tree {self._tree}. Predictions are those of the stream model.",
+            *(["", "**A rehearsal: no figure is a measurement.**"] if self._arguments.rehearse else []),
+            "",
+        ]
+        names = [name for name in _parts() if name in self._names or self._arguments.kept or self._is_done(name)]
+        sections = [file.read_text() for name in names if (file := self._folder / f"{name}.md").exists()]
+        page = self._folder / f"gpu-{today}.md"
+        page.write_text("\n".join([*head, *sections]))
+        return page
+
+    def _note(self, name: str, figures: list[Figure], outcome: str) -> None:
+        self._names.append(name)
+        section = [f"## {name}", "", (_parts()[name].__doc__ or "").strip(), "", outcome, ""]
+        (self._folder / f"{name}.md").write_text("\n".join([*section, *(table(figures) if figures else []), ""]))
         print("\n".join([outcome, *table(figures)]) if figures else outcome, flush=True)
-    head = f"# On a GPU, {datetime.date.today()}\n\nSize of the models: {arguments.size}.\n"
-    sections = [folder / f"{name}.md" for name in PARTS if name in asked or arguments.kept]
-    report = folder / f"gpu-{datetime.date.today()}.md"
-    report.write_text("\n".join([head, *(file.read_text() for file in sections if file.exists())]))
-    print(f"written: {report}")
-    return 1 if failed else 0
+        self.write()
+
+    def _state_file(self, name: str) -> Path:
+        return self._folder / f"{name}.done.json"
+
+    def _is_done(self, name: str) -> bool:
+        """Returns True if the folder has all figures of a stage for this tree, size and card."""
+        try:
+            state = json.loads(self._state_file(name).read_text())
+        except (OSError, ValueError):
+            return False
+        wanted = {"tree": self._tree, "size": self._arguments.size, "card": self._card}
+        return isinstance(state, dict) and wanted.items() <= state.items()
+
+    def _predict(self) -> dict[str, float]:
+        """Returns predictions of the stream model, or those in the folder; none with --no-predictions."""
+        predictions = self._find_predictions()
+        (self._folder / _IN_USE).write_text(json.dumps(predictions))  # for the processes of parts
+        return predictions
+
+    def _find_predictions(self) -> dict[str, float]:
+        from predictions import predict
+
+        file = self._folder / "predictions.json"
+        state = {"tree": self._tree, "size": self._arguments.size}
+        kept = json.loads(file.read_text()) if file.exists() else {}
+        if self._arguments.kept and kept:
+            return dict(_numbers(kept))
+        if kept.get("of") == state:
+            return dict(_numbers(kept))
+        begun = time.monotonic()
+        if self._arguments.no_predictions:
+            return {}
+        if self._why is None and not self._arguments.parts:
+            print(f"no predictions: {file} is missing or of other code; a call on a device has no time to make them")
+            return {}
+        predictions = predict(self._arguments.size)
+        file.write_text(json.dumps({"of": state, **predictions}, indent=1))
+        print(f"{len(predictions)} predictions by the stream model ({time.monotonic() - begun:.0f} s)", flush=True)
+        return predictions
 
 
-def _predictions(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
-    """Returns predictions of the stream model, or those of an earlier run; none with --no-predictions."""
-    file = folder / "predictions.json"
-    begun = time.monotonic()
-    if arguments.kept and file.exists():
-        kept: dict[str, float] = json.loads(file.read_text())
-        return kept
-    predictions = {} if arguments.no_predictions else predict(arguments.size)
-    file.write_text(json.dumps(predictions, indent=1))
-    print(f"{len(predictions)} predictions by the stream model ({time.monotonic() - begun:.0f} s)", flush=True)
-    return predictions
+def _numbers(content: Mapping[str, object]) -> Iterator[tuple[str, float]]:
+    yield from ((key, value) for key, value in content.items() if isinstance(value, (int, float)))
 
 
-_QUANTITIES = {"waits": "waits", "overlap": "ms", "memory": "peak GiB"}
+_QUANTITIES = {"waits": "waits", "overlap": "ms", "memory": "peak GiB", "contenders": "ms"}
 """Part -> the quantity of a plan that it measures."""
 
 
 def _belongs(prediction: str, part: str) -> bool:
     plan, _, quantity = prediction.partition("/")
-    return plan == part or (plan != "kernels" and quantity == _QUANTITIES.get(part))
+    if plan == "kernels":
+        return part in ("kernels", "more_kernels")
+    return plan == part or quantity == _QUANTITIES.get(part)
+
+
+def _parts() -> Mapping[str, Callable[..., None]]:
+    from campaign import STAGES
+    from parts import PARTS
+
+    return {**STAGES, **PARTS}
+
+
+def _calls() -> Mapping[int, Call]:
+    from campaign import CALLS
+
+    return CALLS
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks/gpu", description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"one of {', '.join(PARTS)}; all by default")
+    names = f"one of {', '.join(_parts())}; the campaign by default"
+    parser.add_argument("parts", nargs="*", metavar="PART", help=names)
+    parser.add_argument("--call", type=int, choices=tuple(_calls()), help="one call of the campaign")
     parser.add_argument("--size", choices=("small", "large"), default="large", help="size of models (default large)")
-    parser.add_argument("--limit", type=float, default=LIMIT_SECONDS, help="seconds for a part (default 600)")
+    parser.add_argument("--limit", type=float, default=LIMIT_SECONDS, help="seconds for a named part (default 600)")
     parser.add_argument("--out", default="build/gpu", help="folder for the figures (default build/gpu)")
     parser.add_argument("--no-predictions", action="store_true", help="measure only")
-    parser.add_argument("--kept", action="store_true", help="keep the figures of earlier runs in the report")
+    parser.add_argument("--kept", action="store_true", help="keep predictions and figures of other trees in the page")
+    parser.add_argument("--rehearse", action="store_true", help="run on the stream model instead of a device")
     parser.add_argument("--only", help=argparse.SUPPRESS)  # for the process of one part
     arguments = parser.parse_args()
-    unknown = [name for name in arguments.parts if name not in PARTS]
+    unknown = [name for name in arguments.parts if name not in _parts()]
     if unknown:
-        parser.error(f"no part {unknown[0]!r}; there are {', '.join(PARTS)}")
+        parser.error(f"no part {unknown[0]!r}; there are {', '.join(_parts())}")
+    if arguments.parts and arguments.call:
+        parser.error("--call runs a call of the campaign; leave it out to run named parts")
     return arguments
 
 
@@ -112,27 +240,53 @@ def _no_gpu() -> str | None:
     return None if torch.cuda.is_available() else "torch sees no CUDA device"
 
 
-def _run_apart(name: str, arguments: argparse.Namespace, folder: Path) -> tuple[list[Figure], str]:
+def _card() -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if _no_gpu() is None else "no device"
+
+
+def _versions() -> str:
+    found = []
+    for name in _PACKAGES:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
+def _tree() -> str:
+    """Returns a digest of the measured code."""
+    digest = hashlib.sha256()
+    for folder in _SOURCES:
+        for file in sorted((HERE.parents[1] / folder).rglob("*")):
+            if file.suffix in (".py", ".cu", ".cpp", ".h"):
+                digest.update(f"{file.relative_to(HERE.parents[1])}\0".encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _run_apart(name: str, seconds: float, arguments: argparse.Namespace, folder: Path) -> tuple[list[Figure], str]:
     """Runs a part in a separate process; returns its figures and how it ended."""
     command = [sys.executable, str(HERE), "--only", name, "--size", arguments.size]
-    command += ["--limit", str(arguments.limit), "--out", str(folder)]
+    command += ["--limit", str(seconds), "--out", str(folder), *(["--rehearse"] if arguments.rehearse else [])]
+    file = folder / f"{name}.jsonl"
+    file.unlink(missing_ok=True)
     begun = time.monotonic()
     with (folder / f"{name}.log").open("w") as log:
         try:
-            code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=arguments.limit).returncode
+            code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=seconds).returncode
             outcome = f"{time.monotonic() - begun:.0f} s" if code == 0 else f"failed with exit status {code}"
         except subprocess.TimeoutExpired:
-            outcome = f"failed: more than {arguments.limit:.0f} s"
+            outcome = f"failed: more than {seconds:.0f} s"
     if outcome.startswith("failed"):
         outcome += f"; the end of its log: {(folder / f'{name}.log').read_text()[-1500:]}"
-    file = folder / f"{name}.jsonl"
     lines = file.read_text().splitlines() if file.exists() else []
     return [Figure(**json.loads(line)) for line in lines], outcome
 
 
 def _run_here(arguments: argparse.Namespace) -> int:
     folder = Path(arguments.out)
-    predictions = json.loads((folder / "predictions.json").read_text())
     with (folder / f"{arguments.only}.jsonl").open("w") as file:
 
         def report(figure: Figure) -> None:
@@ -141,11 +295,24 @@ def _run_here(arguments: argparse.Namespace) -> int:
             file.flush()
 
         try:
-            PARTS[arguments.only](Run(arguments.size, arguments.limit, report, predictions))
+            if arguments.rehearse:
+                return _rehearse(arguments.only, report)
+            from parts import Run
+
+            predictions = dict(_numbers(json.loads((folder / _IN_USE).read_text())))
+            _parts()[arguments.only](Run(arguments.size, arguments.limit, report, predictions))
         except Exception:
             traceback.print_exc()
             return 1
     return 0
+
+
+def _rehearse(name: str, report: Callable[[Figure], None]) -> int:
+    from tests.cuda_model.gpu_parts import run_part
+
+    outcome = run_part(name, report)
+    print(outcome["error"])
+    return int(bool(outcome["error"]))
 
 
 if __name__ == "__main__":

@@ -15,15 +15,40 @@ from models import Decoder, Shape
 
 DEVICE_NBYTES = 32_000_000_000
 
-SIZES = {
-    "13B": Shape(hidden=5120, layers=31, heads=40, vocabulary=32000, sequence=1024, batch=8),
-    "7B": Shape(hidden=4096, layers=25, heads=32, vocabulary=32000, sequence=1024, batch=8),
-    "3B": Shape(hidden=2560, layers=28, heads=20, vocabulary=32000, sequence=1024, batch=16),
-    "1B": Shape(hidden=2048, layers=14, heads=16, vocabulary=32000, sequence=1024, batch=16),
-}
-"""Largest first."""
 
-_NBYTES_PER_PARAMETER = 2 + 2.125 + 4 + 2  # bf16 weights, residuals of the masters, bf16 moments, gradients
+@dataclass(frozen=True)
+class Model:
+    """A model, and the form of its optimizer's states on the host.
+
+    Attributes:
+        moments: dtype of the moments.
+        residuals: True for masters as residuals of the bf16 weights.
+    """
+
+    shape: Shape
+    moments: str = "fp32"
+    residuals: bool = False
+
+
+def _shape(hidden: int, layers: int, batch: int = 8) -> Shape:
+    return Shape(hidden=hidden, layers=layers, heads=hidden // 128, vocabulary=32000, sequence=1024, batch=batch)
+
+
+MODELS = {
+    "13B, residual masters, int8 moments": Model(_shape(5120, 31), "int8", residuals=True),
+    "11B, int8 moments": Model(_shape(5120, 26), "int8"),
+    "7B, int8 moments": Model(_shape(4096, 25), "int8"),
+    "7B, float32 states": Model(_shape(4096, 25)),
+    "1B, int8 moments": Model(_shape(2048, 14, 16), "int8"),
+    "1B, float32 states": Model(_shape(2048, 14, 16)),
+    "13B, residual masters, bf16 moments": Model(_shape(5120, 31), "bf16", residuals=True),
+    "7B, residual masters, bf16 moments": Model(_shape(4096, 25), "bf16", residuals=True),
+    "3B, residual masters, bf16 moments": Model(_shape(2560, 28, 16), "bf16", residuals=True),
+    "1B, residual masters, bf16 moments": Model(_shape(2048, 14, 16), "bf16", residuals=True),
+}
+"""By name; those of one form of states largest first."""
+
+_NBYTES_OF_MOMENTS = {"fp32": 8.0, "bf16": 4.0, "int8": 2.0625}
 
 
 @dataclass(frozen=True)
@@ -48,19 +73,21 @@ def numel(shape: Shape) -> int:
     return shape.layers * layer + shape.hidden * (2 * shape.vocabulary + 1)
 
 
-def host_nbytes(shape: Shape) -> float:
-    """Returns the bytes that a rank's host memory holds."""
-    return numel(shape) * _NBYTES_PER_PARAMETER
+def host_nbytes(model: Model) -> float:
+    """Returns the bytes that a rank's host memory holds: bf16 weights and gradients, masters, moments."""
+    masters = 2.125 if model.residuals else 4.0
+    return numel(model.shape) * (2 + 2 + masters + _NBYTES_OF_MOMENTS[model.moments])
 
 
-def config(shape: Shape) -> dict[str, Any]:
-    """Returns a config with parameters, optimizer (residual masters, bf16 moments) and block inputs on the host."""
+def config(model: Model) -> dict[str, Any]:
+    """Returns a config with parameters, optimizer and block inputs on the host."""
+    shape = model.shape
     return {
         "train_micro_batch_size_per_gpu": shape.batch,
         "bf16": {"enabled": True},
         "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "moments_dtype": "bf16"}},
-        "data_types": {"master_weights": "residual"},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "moments_dtype": model.moments}},
+        **({"data_types": {"master_weights": "residual"}} if model.residuals else {}),
         "zero_optimization": {
             "stage": 3,
             "offload_param": {"device": "cpu"},
@@ -71,7 +98,7 @@ def config(shape: Shape) -> dict[str, Any]:
     }
 
 
-def train(shape: Shape, deadline: float) -> Trained:
+def train(chosen: Model, deadline: float) -> Trained:
     """Trains a model that is built shard by shard for a few steps.
 
     Args:
@@ -79,13 +106,14 @@ def train(shape: Shape, deadline: float) -> Trained:
     """
     import zeroaccel
 
+    shape = chosen.shape
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, DEVICE_NBYTES / total))
     torch.manual_seed(0)
     # The device draws random numbers faster.
-    with zeroaccel.zero.Init(config_dict_or_path=config(shape)), torch.device("cuda"):
+    with zeroaccel.zero.Init(config_dict_or_path=config(chosen)), torch.device("cuda"):
         model = Decoder(shape)
-    engine, *_ = zeroaccel.initialize(model, config=config(shape))
+    engine, *_ = zeroaccel.initialize(model, config=config(chosen))
     tokens = torch.randint(shape.vocabulary, (shape.batch, shape.sequence + 1), device="cuda")
     times = []
     while len(times) < 2 or (len(times) < 5 and time.monotonic() + times[-1] < deadline):

@@ -54,6 +54,19 @@ class Run:
         self.add(name, None, note=f"skipped: {why}")
 
 
+def device_milliseconds(call: Callable[[], object], count: int = 20) -> float:
+    """Returns the device's time of a call, the mean of `count` in a row, without the host's part of each."""
+    call()
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    first.record()
+    for _ in range(count):
+        call()
+    last.record()
+    last.synchronize()
+    return float(first.elapsed_time(last)) / count
+
+
 def milliseconds(call: Callable[[], object], count: int = 5) -> float:
     """Returns the median time of a call, synchronizing the device before and after."""
     call()
@@ -157,7 +170,7 @@ def _seconds_from_cache() -> float:
     return float(found.stdout.splitlines()[-1])
 
 
-def _host_microseconds(call: Callable[[], object], count: int = 200) -> float:
+def host_microseconds(call: Callable[[], object], count: int = 200) -> float:
     """Returns the host's time of one call, without waiting for the device; so few that its queue does not fill."""
     call()
     torch.cuda.synchronize()
@@ -237,30 +250,33 @@ def kernels(run: Run) -> None:
         def step(optimizer: Adam = optimizer, group: dict[str, object] = group) -> None:
             optimizer.step_shard(group, master, grad, grad_scale=control, out=out)
 
-        run.add(f"AdamW, {kind} moments, bf16 gradient", per * milliseconds(step), "ms", key=f"kernels/adam {kind}")
+        run.add(
+            f"AdamW, {kind} moments, bf16 gradient", per * device_milliseconds(step), "ms", key=f"kernels/adam {kind}"
+        )
         del optimizer
     param = torch.nn.Parameter(master.clone())
     param.grad = grad.float()
     fused = torch.optim.AdamW([param], fused=True)
-    run.add("torch's fused AdamW, fp32 gradient", per * milliseconds(fused.step), "ms")
+    run.add("torch's fused AdamW, fp32 gradient", per * device_milliseconds(fused.step), "ms")
     del param, fused
     largest = torch.zeros(1, dtype=torch.int32, device="cuda")
     sums = torch.zeros(2, dtype=torch.int64, device="cuda")
-    run.add("largest magnitude, bf16", per * milliseconds(lambda: max_abs_into(grad, largest)), "ms", key="kernels/max")
+    found = per * device_milliseconds(lambda: max_abs_into(grad, largest))
+    run.add("largest magnitude, bf16", found, "ms", key="kernels/max")
     run.add(
         "sums of squares, bf16",
-        per * milliseconds(lambda: square_sums_into(grad, largest, sums)),
+        per * device_milliseconds(lambda: square_sums_into(grad, largest, sums)),
         "ms",
         key="kernels/squares",
     )
-    norm = milliseconds(lambda: torch.linalg.vector_norm(grad, dtype=torch.float32))
+    norm = device_milliseconds(lambda: torch.linalg.vector_norm(grad, dtype=torch.float32))
     run.add("torch's norm, bf16", per * norm, "ms")
     tiny = grad[:4096]
-    host = _host_microseconds(lambda: max_abs_into(tiny, largest))
+    host = host_microseconds(lambda: max_abs_into(tiny, largest))
     run.add("host time of a launch with 4 arguments", host, "us")
     optimizer = Adam([master[:4096].clone()])
     group = optimizer.param_groups[0]
-    host = _host_microseconds(
+    host = host_microseconds(
         lambda: optimizer.step_shard(group, group["params"][0], tiny, grad_scale=control, out=out[:4096])
     )
     run.add("host time of an AdamW step, a launch with 20 arguments", host, "us")
@@ -273,7 +289,7 @@ def kernels(run: Run) -> None:
             "dequantize_add": lambda codec=codec, code=code: dequantize_add(code, codec, total),  # type: ignore[misc]
         }
         for call, function in calls.items():
-            run.add(f"{call} {name}", per * milliseconds(function), "ms", key=f"kernels/{call} {name}")
+            run.add(f"{call} {name}", per * device_milliseconds(function), "ms", key=f"kernels/{call} {name}")
 
 
 def waits(run: Run) -> None:
@@ -327,14 +343,14 @@ def overlap(run: Run) -> None:
             is_copy = "HtoD" in event.name or "DtoH" in event.name
             spans["copies" if is_copy else "kernels"].append((event.time_range.start, event.time_range.end))
         copies, kernels_time, both = (
-            _union_ms(part) for part in (*spans.values(), [*spans["copies"], *spans["kernels"]])
+            union_ms(part) for part in (*spans.values(), [*spans["copies"], *spans["kernels"]])
         )
         run.add(f"kernels, {name}", kernels_time, "ms", note=f"{len(spans['kernels'])} launches")
         run.add(f"copies, {name}", copies, "ms", note=f"{copies + kernels_time - both:.1f} ms of it beside kernels")
         work.close()
 
 
-def _union_ms(spans: Sequence[tuple[float, float]]) -> float:
+def union_ms(spans: Sequence[tuple[float, float]]) -> float:
     """Returns the length in milliseconds of the union of spans in microseconds."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
@@ -401,8 +417,8 @@ def lane(run: Run) -> None:
 
 def ranks(run: Run) -> None:
     """Two ranks over NCCL on this device: equal bits with all stages, offload and the exact parts of ZeRO++."""
-    text = _two_ranks(run, "two_ranks.py", 29555)
-    for name, verdict in _verdicts(text):
+    text = on_two_ranks(run, "two_ranks.py", 29555)
+    for name, verdict in verdicts(text):
         run.add(name, float(verdict == "same"), "", note=verdict)
     construction, _, steps = text.partition("STEPS BEGIN")
     run.add("communicators made at construction", construction.count("Init COMPLETE"))
@@ -412,20 +428,20 @@ def ranks(run: Run) -> None:
 
 def meshes(run: Run) -> None:
     """Two ranks over NCCL on this device: the largest relative difference of losses from those of a plain loop."""
-    for name, verdict in _verdicts(_two_ranks(run, "mesh_ranks.py", 29557)):
+    for name, verdict in verdicts(on_two_ranks(run, "mesh_ranks.py", 29557)):
         try:
             run.add(name, float(verdict))
         except ValueError:
             run.skip(name, verdict)
 
 
-def _verdicts(text: str) -> list[tuple[str, str]]:
+def verdicts(text: str) -> list[tuple[str, str]]:
     """Returns name and result of each line that begins with FIGURE."""
     lines = [line.removeprefix("FIGURE ") for line in text.splitlines() if line.startswith("FIGURE ")]
     return [(name, verdict) for name, _, verdict in (line.partition(": ") for line in lines)]
 
 
-def _two_ranks(run: Run, script: str, port: int) -> str:
+def on_two_ranks(run: Run, script: str, port: int) -> str:
     """Runs two ranks on this device; adds how they end or why they cannot run, and returns the output of rank 0."""
     # NCCL allows two ranks on one device if their host names differ; they communicate over lo.
     environment = {
@@ -522,19 +538,31 @@ def side_by_side(run: Run) -> None:
 
 def largest(run: Run) -> None:
     """The largest decoder that trains in 32 GB of device memory, with optimizer and parameters on the host."""
-    from largest_model import SIZES, host_nbytes, train
+    from largest_model import MODELS
 
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    train_largest(run, [name for name in MODELS if "residual masters, bf16" in name])
+
+
+def train_largest(run: Run, names: Sequence[str]) -> None:
+    """Trains the first of these models that the host's memory holds and the engine accepts."""
+    from largest_model import MODELS, host_nbytes, train
+
+    from zeroaccel.errors import ConfigError
+    from zeroaccel.offload.page_locked import free_nbytes
+
     deadline = time.monotonic() + 0.9 * run.seconds
-    for name, shape in SIZES.items():
-        needed = host_nbytes(shape)
+    for name in names:
+        free, needed = free_nbytes(), host_nbytes(MODELS[name])
         if needed > 0.95 * free:
             run.skip(name, f"{needed / 1e9:.0f} GB of host memory, {free / 1e9:.0f} free")
             continue
-        found = train(shape, deadline)
+        try:
+            found = train(MODELS[name], deadline)
+        except ConfigError as error:
+            run.skip(name, str(error).replace("\n", " "))
+            continue
         sizes = f"{found.numel / 1e9:.1f}e9 parameters, peak {found.peak_nbytes / 1e9:.1f} GB of 32"
-        note = f"{sizes}, step {found.seconds:.1f} s"
-        run.add(name, found.teraflops, "TFLOPS", note=note)
+        run.add(name, found.teraflops, "TFLOPS", note=f"{sizes}, step {found.seconds:.2f} s")
         return
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -43,20 +44,22 @@ class FakeCupy:
     Args:
         run: gets each launch.
         cuda: the version of CUDA that it is built for.
+        version: the version of CuPy.
         fails: errors of "compile", of "launch", or of looking up the kernel of a name.
 
     Attributes:
         compiled: number of modules that were compiled.
     """
 
-    __version__ = "14.0 (fake)"
-
     def __init__(
         self,
         run: Callable[[Launch], object] = lambda launch: None,
         cuda: int = 12,
         fails: Mapping[str, Exception] | None = None,
+        version: str = "14.0 (fake)",
     ) -> None:
+        self.__version__ = version
+        self.__spec__ = ModuleSpec("cupy", None)
         self.run = run
         self.fails = fails or {}
         self.compiled = 0

@@ -9,6 +9,7 @@ import contextlib
 import sys
 import traceback
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,6 @@ from tests.cuda_model.fake_cupy import FakeCupy
 from tests.cuda_model.network_size import Size
 from tests.cuda_model.replacements import Replacements
 from tests.cuda_model.stream_model import StreamModel
-from zeroaccel.ops import cupy_kernels
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 _PLANS = ("stage 2", "stage 3", "stage 2, optimizer on host", "stage 3, both on host")  # models that parts name
@@ -30,26 +30,37 @@ _EXACT = ("stage 0", "stage 3, both on host")
 _SIZE = Size(layers=2, tokens=32)
 
 
-def run_part(name: str) -> dict[str, Any]:
-    """Returns the figures of a part, by name; the findings of the model; and the error that it raised, if any."""
+def run_part(name: str, report: Callable[[Any], object] = lambda figure: None) -> dict[str, Any]:
+    """Returns the figures of a part, by name; the findings of the model; and the error that it raised, if any.
+
+    Args:
+        report: gets each figure at once.
+    """
     sys.path[:0] = [str(BENCHMARKS / "gpu"), str(BENCHMARKS)]
+    import campaign  # type: ignore[import-not-found]
+    import contenders_on_gpu  # type: ignore[import-not-found]
+    import experts_on_two_ranks  # type: ignore[import-not-found]
     import parts  # type: ignore[import-not-found]
     import plans  # type: ignore[import-not-found]
     import two_ranks  # type: ignore[import-not-found]
 
     figures: dict[str, float | None] = {}
     error, model, replacements = "", StreamModel(), Replacements()
-    run = parts.Run("small", 60.0, lambda figure: figures.update({figure.name: figure.value}), {})
+
+    def add(figure: Any) -> None:
+        figures[figure.name] = figure.value
+        report(figure)
+
+    run = parts.Run("small", 60.0, add, {})
     try:
-        with modelled_rank(2 if name == "ranks" else 1, model):
+        with modelled_rank(2 if name in ("ranks", "two_ranks_more") else 1, model):
             replacements.set(plans, "SIZES", {"small": _SIZE})
-            for module in (parts, sys.modules["workloads"]):
+            for module in (parts, campaign, sys.modules["workloads"]):
                 replacements.set(module, "SIZES", {"small": _SIZE})
                 replacements.set(module, "PLANS", {key: plans.PLANS[key] for key in _PLANS})
             replacements.set(two_ranks, "SIZE", _SIZE)
             replacements.set(two_ranks, "STEPS", 1)
             replacements.set(two_ranks, "EXACT", {key: two_ranks.EXACT[key] for key in _EXACT})
-            replacements.set(cupy_kernels, "installed_cupy", lambda: ["cupy-cuda12x"])
             replacements.set(torch.version, "cuda", "12.9")
             sys.modules["cupy"] = FakeCupy()  # type: ignore[assignment]
             for attribute, value in _queries().items():
@@ -57,14 +68,23 @@ def run_part(name: str) -> dict[str, Any]:
             replacements.set(
                 torch.profiler, "profile", lambda **_: contextlib.nullcontext(SimpleNamespace(events=list))
             )
+            for attribute in ("torch_step", "fsdp2_step"):  # `tests/unit/house/test_gpu_plan.py` runs them
+                replacements.set(contenders_on_gpu, attribute, lambda *_, **__: lambda: None)
+            for module in (contenders_on_gpu, sys.modules["workloads"]):
+                replacements.set(module, "compile_blocks", lambda network: None)
             if name == "ranks":
                 two_ranks.results(two_ranks.ROUNDED["stage 3, quantized weights"])
-            elif name == "largest":
-                _train_smallest(replacements)
+            elif name == "two_ranks_more":
+                experts_on_two_ranks.gathers_in_e4m3()
+            elif name in ("largest", "largest_int8", "seven_billion"):
+                _train_smallest(name)
             else:
-                replacements.set(parts, "milliseconds", _once)
+                for module in (parts, campaign):
+                    replacements.set(module, "milliseconds", _once)
+                    replacements.set(module, "device_milliseconds", _once)
                 replacements.set(parts, "_seconds_from_cache", lambda: 0.0)  # in a process without the stand-in
-                parts.PARTS[name](run)
+                replacements.set(campaign, "_locking_seconds", lambda nbytes, prefaulted: (0.0, 0.0))
+                {**parts.PARTS, **campaign.STAGES}[name](run)
     except Exception:
         error = traceback.format_exc()
     finally:
@@ -80,11 +100,16 @@ def _once(call: Any, count: int = 5) -> float:
     return 1.0
 
 
-def _train_smallest(replacements: Replacements) -> None:
+_STATES = {"largest": ("bf16", True), "largest_int8": ("int8", False), "seven_billion": ("fp32", False)}
+
+
+def _train_smallest(name: str) -> None:
     import largest_model  # type: ignore[import-not-found]
 
-    shape = replace(largest_model.SIZES["1B"], hidden=64, layers=2, heads=4, vocabulary=512, sequence=32, batch=1)
-    largest_model.train(shape, deadline=0.0)
+    shape = replace(largest_model.MODELS["1B, float32 states"].shape, hidden=64, layers=2, heads=4, vocabulary=512)
+    shape = replace(shape, sequence=32, batch=1)
+    moments, residuals = _STATES[name]
+    largest_model.train(largest_model.Model(shape, moments, residuals=residuals), deadline=0.0)
 
 
 def _queries() -> dict[str, Any]:

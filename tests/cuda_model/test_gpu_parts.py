@@ -1,10 +1,13 @@
 """The parts of `make gpu` on the stream model: the names that they use exist, and accept these arguments.
 
 Not run here: `tests` and `sanitizer`, which start test suites, `meshes`, which compares values, and `side_by_side`,
-whose programs of torch `tests/unit/house/test_gpu_plan.py` runs. Parts measure memory that nothing wrote.
+whose programs of torch `tests/unit/house/test_gpu_plan.py` runs, and the stage `facts`, which it rehearses. Parts
+measure memory that nothing wrote.
 """
 
 from __future__ import annotations
+
+import os
 
 import pytest
 
@@ -21,8 +24,17 @@ _FIGURES = {
     "waits": "waits of the host, stage 3, both on host",
     "memory": "peak, stage 3, both on host",
     "overlap": "copies, stage 3, both on host",
+    "host_update": f"residuals of masters, {len(os.sched_getaffinity(0))} threads",
+    "host_training": "update, optimizer on host, during the next step",
+    "seven_billion": "",
+    "contenders": "FSDP2, compiled, median of the turns",
+    "largest_int8": "",
+    "more_kernels": "mark changed weights",
+    "two_ranks_more": "",
+    "files_and_states": "states back, turn 2",
 }
-_SLOW = {"promise", "waits", "memory", "overlap", "largest"}
+_SLOW = {"promise", "waits", "memory", "overlap", "largest", "host_update", "host_training", "seven_billion"}
+_SLOW |= {"contenders", "largest_int8", "two_ranks_more", "files_and_states", "kernels"}
 
 
 @pytest.mark.parametrize(

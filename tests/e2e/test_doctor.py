@@ -126,7 +126,7 @@ def test_a_row_names_the_kernels(has_device: bool, monkeypatch: pytest.MonkeyPat
         assert row.fix == "pip install 'zeroaccel[cuda13]'"
         monkeypatch.setattr(device_kernels, "compile_kernels", lambda device: None)
         monkeypatch.setattr(cupy_kernels, "open_cupy", FakeCupy)
-        assert doctor._device_kernels().detail.startswith(f"by CuPy {FakeCupy.__version__}, in 0.")
+        assert doctor._device_kernels().detail.startswith(f"by CuPy {FakeCupy().__version__}, in 0.")
     else:
         assert row.detail.startswith("cupy-cuda12x is installed, but there is no device")
 

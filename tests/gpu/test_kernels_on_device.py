@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -136,3 +137,15 @@ def test_kernels_run_on_the_current_stream(kernels: DeviceKernels) -> None:
     assert not stream.query(), "the launch waited for the device"
     stream.synchronize()
     assert largest.view(torch.float32).item() == 2.5
+
+
+def test_a_thread_that_has_chosen_no_device_launches_on_that_of_the_kernels() -> None:
+    device = torch.device("cuda", torch.cuda.device_count() - 1)
+    kernels = kernels_for(device)
+    assert kernels is not None, "the kernels do not compile; the log has the reason"
+    values, largest = torch.tensor([1.0, -4.0], device=device), torch.zeros(1, dtype=torch.int32, device=device)
+    torch.cuda.synchronize(device)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(kernels.max_abs_into, values, largest).result()
+    torch.cuda.synchronize(device)
+    assert largest.view(torch.float32).item() == 4.0

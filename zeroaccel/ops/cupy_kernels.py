@@ -17,6 +17,7 @@ import importlib
 import os
 from collections.abc import Iterable, Sequence
 from importlib.metadata import distributions
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ import torch
 OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
 """Options of the compiler. CuPy adds others; `device_kernels.cu` says what follows for float32."""
 
+_LEAST_VERSION = 13  # the extras ask for it, too
 _OWN_CACHE = "set CUPY_CACHE_DIR to a folder that only you can write to"
 
 
@@ -49,21 +51,20 @@ def open_cupy() -> Any:
     Raises:
         KernelError: there is none, it is built for another CUDA, or it cannot start.
     """
-    installed = installed_cupy()
-    if not installed:
+    if find_spec("cupy") is None:
         raise KernelError("CuPy is not installed", _install())
-    folder = _cache_folder()
-    _check_cache(folder)
+    _check_cache(_cache_folder())
+    replace = f"pip uninstall {' '.join(installed_cupy())}, then {_install()}"
     try:
         cupy = importlib.import_module("cupy")
     except Exception as error:
-        fix = f"pip uninstall {' '.join(installed)}, then {_install()}"
-        raise KernelError(f"CuPy cannot be imported: {_last_line(error)}", fix) from error
+        raise KernelError(f"CuPy cannot be imported: {_last_line(error)}", replace) from error
+    if int(cupy.__version__.partition(".")[0]) < _LEAST_VERSION:
+        raise KernelError(f"CuPy {cupy.__version__} is older than {_LEAST_VERSION}", _install())
     built = cupy.cuda.runtime.runtimeGetVersion() // 1000
     if built != int(_cuda_major()):
         raise KernelError(
-            f"CuPy {cupy.__version__} is built for CUDA {built}, torch for CUDA {torch.version.cuda}",
-            f"pip uninstall {' '.join(installed)}, then {_install()}",
+            f"CuPy {cupy.__version__} is built for CUDA {built}, torch for CUDA {torch.version.cuda}", replace
         )
     return cupy
 
@@ -151,7 +152,8 @@ class KernelModule:
         stream = SimpleNamespace(ptr=torch.cuda.current_stream(self._device).cuda_stream)
         function = self._functions[name]
         try:
-            # A launch uses the context of the thread's device, which differs in a thread that has not chosen one.
+            # A launch uses the context of the thread's device, which differs in a thread that has not chosen one. CuPy
+            # follows the device that torch selects.
             if torch.cuda.current_device() == self._device.index:
                 function(grid, (threads,), arguments, 0, stream)
             else:

@@ -1,4 +1,4 @@
-"""`benchmarks/gpu` on a machine without a GPU: it skips every part by name and exits with 0."""
+"""`benchmarks/gpu` on a machine without a GPU: it skips every part by name, and a rehearsal runs the campaign."""
 
 from __future__ import annotations
 
@@ -11,17 +11,23 @@ from types import ModuleType
 import pytest
 import torch
 
+from tests.cuda_model import guard_library
 from tests.cuda_model.network_size import Size
 from tests.support.environment import ROOT
 from tests.support.scripts import load_script
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """The command with its own module path, on a machine without a device."""
+def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The command's module, with its own module path, on a machine without a device."""
     monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks" / "gpu"), str(ROOT / "benchmarks"), *sys.path])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    program: ModuleType = load_script("benchmarks/gpu/__main__.py")
+    return load_script("benchmarks/gpu/__main__.py")
+
+
+@pytest.fixture
+def gpu(program: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """The command."""
 
     def run(*arguments: object) -> int:
         monkeypatch.setattr(sys, "argv", ["benchmarks/gpu", *map(str, arguments)])
@@ -30,13 +36,20 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     return run
 
 
-def test_every_part_is_skipped_by_name(gpu: Callable[..., int], tmp_path: Path) -> None:
-    assert gpu("--no-predictions", "--out", tmp_path) == 0
+@pytest.mark.parametrize(
+    ("parts", "first", "last"),
+    [((), "facts", "files_and_states"), (("machine", "largest"), "machine", "largest")],
+    ids=["campaign", "parts"],
+)
+def test_every_part_is_skipped_by_name(
+    parts: tuple[str, ...], first: str, last: str, gpu: Callable[..., int], tmp_path: Path
+) -> None:
+    assert gpu(*parts, "--no-predictions", "--out", tmp_path) == 0
     why = "torch sees no CUDA device" if torch.backends.cuda.is_built() else "this torch is built without CUDA"
     [report] = tmp_path.glob("gpu-*.md")
     sections = report.read_text().split("\n## ")[1:]
     names = [section.splitlines()[0] for section in sections]
-    assert [names[0], names[-1]] == ["machine", "largest"]
+    assert [names[0], names[-1]] == [first, last]
     assert all(f"skipped: {why}" in section for section in sections)
 
 
@@ -50,6 +63,94 @@ def test_figures_of_earlier_runs_are_kept(gpu: Callable[..., int], tmp_path: Pat
     assert "| stage 2/waits |  | 1 | " in text
     assert gpu("waits", "--no-predictions", "--out", tmp_path) == 0
     assert "of another machine" not in report.read_text()
+
+
+# In the place of `benchmarks/gpu`: a stage that notes its start, writes a figure, and may not end.
+_STAGE = """
+import json, pathlib, sys, time
+name, folder = sys.argv[sys.argv.index("--only") + 1], pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
+with (folder / "started").open("a") as file:
+    file.write(name + "\\n")
+figure = {"name": f"speed of {name}", "value": 7.0, "unit": "GB/s", "predicted": 6.0, "note": ""}
+with (folder / f"{name}.jsonl").open("w") as file:
+    file.write(json.dumps(figure) + "\\n")
+if (folder / f"{name} hangs").exists():
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def device(program: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Makes the command run `_STAGE` as on a device, in two calls, the second without time."""
+    here = tmp_path / "tree" / "benchmarks" / "gpu"
+    here.mkdir(parents=True)
+    (here / "__main__.py").write_text(_STAGE)
+    campaign = importlib.import_module("campaign")
+    stages = {"facts": 30.0, "host_update": 5.0, "contenders": 30.0}
+    short = campaign.Call(0.0, {"more_kernels": 30.0})
+    monkeypatch.setattr(campaign, "CALLS", {1: campaign.Call(100.0, stages), 2: short})
+    monkeypatch.setattr(program, "HERE", here)
+    monkeypatch.setattr(program, "_no_gpu", lambda: None)
+    monkeypatch.setattr(program, "_card", lambda: "a card")
+
+
+@pytest.mark.usefixtures("device")
+def test_a_cut_loses_one_stage_and_a_later_call_repeats_only_that(gpu: Callable[..., int], tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "predictions.json").write_text("{}")
+    (folder / "host_update hangs").touch()
+
+    def started() -> list[str]:
+        return (folder / "started").read_text().split()
+
+    assert gpu("--call", 1, "--out", folder) == 1
+    assert started() == ["facts", "host_update", "contenders"]
+    [page] = folder.glob("gpu-*.md")
+    text = page.read_text()
+    assert "a card, torch " in text
+    for name in ("facts", "host_update", "contenders"):
+        assert f"## {name}\n" in text
+        assert f"| speed of {name} | 7 GB/s | 6 GB/s |  |" in text
+    assert text.count("failed: more than 5 s") == 1
+
+    (folder / "host_update hangs").unlink()
+    assert gpu("--call", 1, "--out", folder) == 0
+    assert started()[3:] == ["host_update"]
+    assert "failed" not in page.read_text()
+    assert page.read_text().count("| 7 GB/s |") == 3
+
+    assert gpu("--call", 2, "--out", folder) == 1
+    assert "## more_kernels" in page.read_text()
+    assert "failed: no time was left in call 2" in page.read_text()
+    assert gpu("--call", 1, "--size", "small", "--out", folder) == 0
+    assert started()[4:] == ["facts", "host_update", "contenders"]
+
+
+@pytest.mark.usefixtures("device")
+def test_changed_code_is_measured_again(gpu: Callable[..., int], tmp_path: Path) -> None:
+    for code, count in (("", 3), ("", 3), ("changed = True", 6)):
+        package = tmp_path / "tree" / "zeroaccel"
+        package.mkdir(exist_ok=True)
+        (package / "module.py").write_text(code)
+        assert gpu("--call", 1, "--out", tmp_path) == 0
+        assert len((tmp_path / "started").read_text().split()) == count
+
+
+def test_limits_fit_the_calls(program: ModuleType) -> None:
+    for call, most in zip(program._calls().values(), (500.0, 300.0), strict=True):
+        assert sum(call.stages.values()) <= call.seconds <= most
+    named = [name for call in program._calls().values() for name in call.stages]
+    assert named == list(importlib.import_module("campaign").STAGES)
+
+
+def test_a_rehearsal_runs_a_stage_in_its_own_process(gpu: Callable[..., int], tmp_path: Path) -> None:
+    if reason := guard_library.why_not():
+        pytest.skip(reason)
+    assert gpu("facts", "--rehearse", "--size", "small", "--no-predictions", "--out", tmp_path) == 0
+    [page] = tmp_path.glob("gpu-*.md")
+    assert "**A rehearsal: no figure is a measurement.**" in page.read_text()
+    assert "| both directions of the bus at once |" in page.read_text()
 
 
 def test_the_programs_for_comparison_step_without_a_gpu(gpu: Callable[..., int]) -> None:
@@ -67,7 +168,10 @@ def test_mistakes_are_named(gpu: Callable[..., int], tmp_path: Path, capsys: pyt
     for part in ("wait", "everything"):
         with pytest.raises(SystemExit, match="2"):
             gpu(part)
-        assert f"no part '{part}'; there are machine, start, tests" in capsys.readouterr().err
+        assert f"no part '{part}'; there are facts, host_update, host_training" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        gpu("waits", "--call", 1)
+    assert "leave it out to run named parts" in capsys.readouterr().err
     (tmp_path / "file").touch()
     assert gpu("--no-predictions", "--out", tmp_path / "file") == 2
     assert "file: expected a folder that can be written (File exists)" in capsys.readouterr().err

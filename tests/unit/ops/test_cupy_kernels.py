@@ -211,7 +211,7 @@ def test_a_missing_cupy_is_named_once(
     version: str, messages: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", version)
-    monkeypatch.setattr(cupy_kernels, "installed_cupy", list)
+    monkeypatch.setattr(cupy_kernels, "find_spec", lambda name: None)
     assert kernels_for(CUDA) is kernels_for(CUDA) is None
     assert messages() == [
         "cuda:0: zeroaccel's kernels are not available; updates, norms and codes run as torch operations, with the same"
@@ -226,6 +226,12 @@ def test_a_cupy_for_another_cuda_is_named(messages: Callable[[], list[str]], mon
         "CuPy 14.0 (fake) is built for CUDA 12, torch for CUDA 13.0; pip uninstall cupy-cuda12x, then"
         " pip install 'zeroaccel[cuda13]'"
     )
+
+
+def test_an_old_cupy_is_named(messages: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", FakeCupy(version="12.3.0"))
+    assert kernels_for(CUDA) is None
+    assert messages()[0].endswith("CuPy 12.3.0 is older than 13; pip install 'zeroaccel[cuda12]'")
 
 
 def test_a_cupy_that_cannot_be_imported_is_named(
