@@ -40,6 +40,37 @@ def own(numel: int, **options: Any) -> Step:
     return lambda: optimizer.step_shard(group, master, grad, grad_scale=SCALE, out=weight)
 
 
+def residual(numel: int, *, tiles: bool, **options: Any) -> Step:
+    """Returns a step of residual masters: join, update and split by tiles in one pass, or by 2^20 masters in three."""
+    from zeroaccel.ops.elementwise import CPUAdam
+    from zeroaccel.ops.residual import SplitMasters, join, split, ties_nbytes
+
+    master, grad, weight = _tensors(numel)
+    weight.copy_(master)
+    residuals, ties = torch.empty(numel, dtype=torch.int16), torch.zeros(ties_nbytes(numel), dtype=torch.uint8)
+    split(master, residuals, ties)
+    limit = numel if tiles else 1 << 20
+    parts = [slice(start, min(start + limit, numel)) for start in range(0, numel, limit)]
+    scratch = torch.empty(0 if tiles else limit)
+    values = [torch.zeros(()).expand(numel)] if tiles else [scratch[: part.stop - part.start] for part in parts]
+    params = [torch.nn.Parameter(value) for value in values]
+    optimizer = CPUAdam(params, **SETTINGS, **options)
+    group = optimizer.param_groups[0]
+
+    def step() -> None:
+        for part, param in zip(parts, params, strict=True):
+            new, rest, bits = weight[part], residuals[part], ties[part.start // 8 : -(-part.stop // 8)]
+            if tiles:
+                cut = SplitMasters(new, rest, bits)
+                optimizer.step_shard(group, param, grad[part], grad_scale=SCALE, out=new, parts=cut)
+                continue
+            join(new, rest, bits, param.detach())
+            optimizer.step_shard(group, param, grad[part], grad_scale=SCALE, out=new)
+            split(param.detach(), rest, bits)
+
+    return step
+
+
 def around(numel: int, make: Callable[[list[Tensor]], torch.optim.Optimizer], *, keep: bool) -> Step:
     """Returns a step: upcast and scale, `make`'s optimizer, downcast."""
     master, grad, weight = _tensors(numel)
@@ -106,6 +137,14 @@ CONTENDERS: dict[str, Callable[[int], Step]] = {
     "zeroaccel": own,
     "zeroaccel, bf16 moments": lambda numel: own(numel, moments_dtype="bf16"),
     "zeroaccel, 8-bit moments": lambda numel: own(numel, moments_dtype="int8"),
+    "zeroaccel, residual masters, one pass": lambda numel: residual(numel, tiles=True),
+    "zeroaccel, residual masters, three passes": lambda numel: residual(numel, tiles=False),
+    "zeroaccel, residual masters and 8-bit moments, one pass": lambda numel: residual(
+        numel, tiles=True, moments_dtype="int8"
+    ),
+    "zeroaccel, residual masters and 8-bit moments, three passes": lambda numel: residual(
+        numel, tiles=False, moments_dtype="int8"
+    ),
     "deepspeed": lambda numel: around(numel, deepspeed, keep=False),
     "deepspeed, kept buffers": lambda numel: around(numel, deepspeed, keep=True),
     "torch fused": lambda numel: around(numel, fused, keep=False),

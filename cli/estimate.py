@@ -63,6 +63,7 @@ class Size(_Type):
 )
 @click.argument("model")
 @_option("--precision", type=click.Choice(["bf16", "fp16", "fp32"]), default="bf16", show_default=True)
+@_option("--config", type=click.Path(dir_okay=False), metavar="FILE", help="JSON config; flags override it.")
 @_option("--batch", type=COUNT, default=1, show_default=True, help="Samples per rank and micro-step.")
 @_option("--sequence", "--seq", type=COUNT, default=2048, show_default=True, help="Tokens per sample.")
 @_option("--accumulation", type=COUNT, default=1, show_default=True, help="Micro-steps per step.")
@@ -75,6 +76,13 @@ class Size(_Type):
     help="Optimizer, which determines the states.",
 )
 @_option("--residual_masters", is_flag=True, help='With data_types.master_weights "residual": 2 bytes instead of 4.')
+@_option(
+    "--moments_dtype",
+    type=click.Choice(("fp32", "bf16", "int8")),
+    default="fp32",
+    show_default=True,
+    help="Format of the states (optimizer.params.moments_dtype).",
+)
 @_option("--peer_checkpoints", is_flag=True, help="Keep copies of states in memory for lost ranks (checkpoint.peer).")
 @_option("--lora_rank", type=click.IntRange(0), default=0, metavar="N", help="Train LoRA of rank N; freeze the model.")
 @_option(
@@ -109,6 +117,7 @@ class Size(_Type):
 @_option("--plot", type=click.Path(dir_okay=False), metavar="FILE", help="Write a chart; FILE ends in .html or .png.")
 def estimate(
     model: str,
+    config: str | None,
     ranks: int | None,
     device_memory: int | None,
     host_memory: int | None,
@@ -136,6 +145,7 @@ def estimate(
       zeroaccel estimate 7b --ranks 8 --tp_size 2
       zeroaccel estimate my_models:build --cpu --ranks 2 --json
     """
+    workload |= _of_config(config) if config is not None else {}
     check_page_path(plot, "--plot", _CHARTS)
     check_page_path(html_path)
     if meshes and (html_path or plot or max(workload[axis] for axis in ("pp", "sp", "tp", "ep")) > 1):
@@ -165,6 +175,42 @@ def estimate(
     if plot is not None:
         draw(Path(plot), _title(model, requested, rows), rows, requested, capacity)
         click.echo(f"zeroaccel: chart written to {plot}", err=True)
+
+
+def _of_config(path: str) -> dict[str, Any]:
+    """Returns batch, precision, recomputation, optimizer and frozen weights of a JSON config that no flag sets.
+
+    Raises:
+        ConfigError: the config is invalid, or has an optimizer that estimates do not know.
+    """
+    from zeroaccel.config.load_config_file import load_config
+
+    config = load_config(path)
+    section = config.optimizer
+    name = ((section.type if section is not None else None) or "AdamW").lower().removeprefix("cpu")
+    arguments = section.params if section is not None else {}
+    known = "momentum" if name == "sgd" and arguments.get("momentum") else name.replace("adamw", "adam")
+    small = config.bf16.bf16_optimizer_states or arguments.get("fp32_optimizer_states") is False
+    if known not in OPTIMIZERS:
+        raise ConfigError(
+            f"--config {path}: optimizer.type",
+            expected=f"one of {', '.join(OPTIMIZERS)}",
+            got=name,
+            fix="add --optimizer",
+        )
+    found: dict[str, Any] = {
+        "precision": config.precision,
+        "batch": config.train_micro_batch_size_per_gpu,
+        "accumulation": config.gradient_accumulation_steps,
+        "checkpointing": config.activation_checkpointing.wrap_blocks,
+        "optimizer": known,
+        "moments_dtype": arguments.get("moments_dtype", "bf16" if small else None),
+        "residual_masters": config.data_types.master_weights == "residual",
+        "frozen_weights": config.zero_optimization.frozen_weights,
+    }
+    context = click.get_current_context()
+    default = click.core.ParameterSource.DEFAULT
+    return {key: value for key, value in found.items() if value and context.get_parameter_source(key) is default}
 
 
 def _html(title: str, model: str, what: Subject, requested: Workload, capacity: Capacity) -> str:
@@ -294,6 +340,8 @@ def _title(model: str, workload: Workload, rows: list[PlanRow]) -> str:
     ]
     words += [f"{workload.accumulation} micro-steps"] if workload.accumulation > 1 else []
     words += ["recomputation"] if workload.checkpointing else []
+    words += ["residual masters"] if workload.residual_masters else []
+    words += [f"{workload.moments_dtype} moments"] if workload.moments_dtype != "fp32" else []
     words += [f"LoRA of rank {workload.lora_rank}"] if workload.lora_rank else []
     words += [f"frozen weights in {workload.frozen_weights}"] if workload.frozen_weights else []
     return ", ".join([*words, workload.optimizer])

@@ -22,6 +22,7 @@ ABOUT: Mapping[str, str] = {
         for name, words in _JSON.items()
         for precision in ("bf16", "fp16")
     },
+    "train_13b_on_32gb.json": "JSON config, bf16: 13 billion parameters on a GPU with 32 GB and 125 GB of host memory",
     "cpu_one_machine.yaml": "launch file for one machine without accelerators",
     "gpu_one_machine.yaml": "launch file for one machine with accelerators",
     "several_machines.yaml": "launch file for several machines",

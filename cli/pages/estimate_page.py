@@ -128,6 +128,7 @@ def _rest(workload: Workload, capacity: Capacity) -> str:
     words += [f" --accumulation {workload.accumulation}"] if workload.accumulation > 1 else []
     words += [f" --ranks_per_machine {workload.ranks_per_machine}"] if workload.ranks_per_machine else []
     words += [" --residual_masters"] if workload.residual_masters else []
+    words += [f" --moments_dtype {workload.moments_dtype}"] if workload.moments_dtype != "fp32" else []
     words += [" --peer_checkpoints"] if workload.peer_checkpoints else []
     words += [f" --lora_rank {workload.lora_rank}"] if workload.lora_rank else []
     words += [f" --frozen_weights {workload.frozen_weights}"] if workload.frozen_weights else []

@@ -196,6 +196,9 @@ CASES: Mapping[str, Case] = {
     "stage 2, activations in one buffer of the host": Case(
         _with_activations(config(2), contiguous_memory_optimization=True, number_checkpoints=4)
     ),
+    "stage 3, residual masters and int8 moments, both on the host": Case(
+        {**config(3, optimizer="AdamW/int8", **_BOTH_ON_HOST), "data_types": {"master_weights": "residual"}}, 4
+    ),
     # optimizers
     "stage 2, Lion": Case(config(2, optimizer="Lion"), 4),
     "stage 2, SGD with momentum": Case(config(2, optimizer="SGD"), 4),

@@ -45,6 +45,7 @@ MORE_WAITS: dict[str, int] = {
     "stage 2, optimizer on the host, small buckets": 2,
     "stage 2, optimizer on the host, accumulation": 4,
     "stage 3, both on the host, several ranks": 2,
+    "stage 3, residual masters and int8 moments, both on the host": 2,
     "stage 3, both on the host, fp16": 2,
     "stage 3, both on the host, two buffers for a unit": 2,
     "stage 2, update during the next step": 2,

@@ -80,6 +80,20 @@ def test_the_image_classifier_learns(run: Runner) -> None:
     assert silence == ""
 
 
+def test_13_billion_parameters_train_when_scaled_down_and_say_what_memory_they_need(run: Runner) -> None:
+    tiny = ("--hidden", 64, "--layers", 2, "--vocabulary", 256, "--sequence", 32, "--batch", 2, "--lr", 1e-3)
+    (losses, printed), (others, silence) = run("train_13b_on_32gb.py", *tiny)
+    assert losses == others
+    assert losses[-1] < losses[0] - 0.1
+    assert "step 9: loss " in printed
+    assert silence == ""
+    script = ROOT / "examples" / "train_13b_on_32gb.py"
+    result = run_command([sys.executable, script, "--hidden", 524288, "--layers", 1], timeout=100.0)
+    assert result.returncode == 1
+    needs = r"[\d.]+ billion parameters need \d+ GB of host memory on each of 1 ranks, but \d+ GB are free: set fewer"
+    assert re.search(needs, result.stderr)
+
+
 def test_losses_are_the_same_at_every_stage(run: Runner) -> None:
     example = "by_feature/gradient_accumulation.py"
     curves = [run(example, "--num_epochs", 2, stage=stage)[0][0] for stage in range(4)]

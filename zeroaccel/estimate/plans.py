@@ -212,7 +212,7 @@ def _with_offload(
         device = replace(device, optimizer=device.optimizer - 4 * sum(step.trained) + masters)
     if optimizer != "none":
         # fp32 weights also get a separate master, because the device computes with its own copy.
-        states = masters + 4 * workload.states_per_element * sum(step.trained)
+        states = masters + sum(map(workload.states_nbytes, step.trained))
         device = replace(device, optimizer=0)
         if not on_cpu:  # on the CPU, device and host are one memory
             # Reduced gradients go to the host; those of later micro-steps are added there to an fp32 sum.
@@ -249,7 +249,10 @@ def _saved_in_memory(trained: int, workload: Workload, stage: int) -> int:
 
     When resuming, ranks read further states into memory.
     """
-    of_rank = 4 * (1 + workload.states_per_element) * trained // (1 if stage else workload.shard_ranks)
+    # Files have blocks of 8-bit moments as bf16 numbers.
+    moment_nbytes = 4 if workload.moments_dtype == "fp32" else 2
+    of_element = 4 + moment_nbytes * workload.states_per_element
+    of_rank = of_element * trained // (1 if stage else workload.shard_ranks)
     if workload.local_ranks == workload.ranks:
         return 2 * of_rank
     whole = of_rank * workload.ranks // workload.local_ranks

@@ -378,9 +378,9 @@ class _StorageReference(weakref.ref[torch.UntypedStorage]):
 class _StatesOnly(torch.optim.Optimizer):
     """An optimizer that allocates its states without computing updates."""
 
-    def __init__(self, params: Sequence[nn.Parameter], states_per_element: int) -> None:
+    def __init__(self, params: Sequence[nn.Parameter], workload: Workload) -> None:
         super().__init__(params, {"lr": 0.0})
-        self._count = states_per_element
+        self._workload = workload
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         # torch's implementation first imports its compiler, which takes a second.
@@ -390,7 +390,8 @@ class _StatesOnly(torch.optim.Optimizer):
         self, group: dict[str, Any], param: Tensor, grad: Tensor, *, grad_scale: float | Tensor, out: Tensor | None
     ) -> None:
         if not self.state[param]:
-            self.state[param] = {str(index): torch.zeros_like(param) for index in range(self._count)}
+            nbytes = self._workload.states_nbytes(param.numel())
+            self.state[param] = {"states": param.new_zeros(nbytes, dtype=torch.uint8)} if nbytes else {}
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         return None
@@ -444,7 +445,7 @@ def _engine(
     if workload.checkpointing:
         _recompute(model)
     params = [param for param in model.parameters() if param.requires_grad]
-    optimizer = _StatesOnly(params, workload.states_per_element)
+    optimizer = _StatesOnly(params, workload)
     job = JobSpec(model, optimizer, config=config, collectives=collectives, engine_type=_EngineWithoutValues)
     plan = TrainPlan.of(job, collectives.as_job(device))
     # No tier: the tracker counts tensors only.

@@ -16,6 +16,7 @@ from zeroaccel.errors import UsageError
 Precision = Literal["fp32", "fp16", "bf16"]
 Offload = Literal["none", "cpu", "nvme"]
 OptimizerName = Literal["adam", "lion", "adagrad", "momentum", "sgd"]
+MomentsName = Literal["fp32", "bf16", "int8"]
 FrozenWeights = Literal["", "int8", "nf4", "mxfp4", "bnb_nf4", "bnb_nf4_double"]
 
 LIBRARY_CODES = ("bnb_nf4", "bnb_nf4_double")
@@ -24,6 +25,8 @@ LIBRARY_CODES = ("bnb_nf4", "bnb_nf4_double")
 SAMPLE_AXES = ("pp", "sp", "tp")
 """Axes of a mesh whose ranks work on the same samples; `Workload` has a field for each."""
 _STATES: dict[str, int] = {"adam": 2, "lion": 1, "adagrad": 1, "momentum": 1, "sgd": 0}
+_MOMENTS: dict[str, tuple[str, ...]] = {"adam": get_args(MomentsName), "lion": ("fp32", "bf16")}
+_MOMENTS["adagrad"] = _MOMENTS["lion"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Workload:
         optimizer: name of the optimizer, which determines its states.
         peer_checkpoints: save states in the memory of the machines (`checkpoint.peer`).
         residual_masters: store masters of bf16 weights as residuals (`data_types.master_weights`).
+        moments_dtype: format of the states (`optimizer.params.moments_dtype`).
         pp, sp, tp: ranks along these axes of the mesh, see `ParallelConfig`; all other ranks have different samples.
         ep: number of ranks, among those with different samples and those along `sp`, that divide each layer's experts.
         lora_rank: rank of LoRA adapters on all linear layers except the head, with all else frozen; 0 for no adapters.
@@ -64,6 +68,7 @@ class Workload:
     checkpointing: bool = False
     optimizer: OptimizerName = "adam"
     residual_masters: bool = False
+    moments_dtype: MomentsName = "fp32"
     peer_checkpoints: bool = False
     pp: int = 1
     sp: int = 1
@@ -96,6 +101,10 @@ class Workload:
             )
         if self.residual_masters and self.precision != "bf16":
             raise UsageError("Workload.residual_masters", expected='precision "bf16"', got=self.precision)
+        formats = _MOMENTS.get(self.optimizer, ("fp32",))
+        if self.moments_dtype not in formats:
+            expected = f"{' or '.join(formats)} with optimizer {self.optimizer}"
+            raise UsageError("Workload.moments_dtype", expected=expected, got=self.moments_dtype)
         _ = self.mesh  # raises if the axes do not divide the ranks
         if self.accumulation < self.pp:
             raise UsageError(
@@ -162,8 +171,13 @@ class Workload:
 
     @property
     def states_per_element(self) -> int:
-        """Number of fp32 optimizer states per weight, without the master."""
+        """Number of optimizer states per weight, without the master."""
         return _STATES[self.optimizer]
+
+    def states_nbytes(self, numel: int) -> int:
+        """Returns the bytes of the optimizer states of `numel` weights; a block of 32 8-bit codes has an exponent."""
+        each = {"fp32": 4 * numel, "bf16": 2 * numel, "int8": numel + -(-numel // 32)}
+        return self.states_per_element * each[self.moments_dtype]
 
 
 @dataclass(frozen=True)
@@ -172,7 +186,7 @@ class MemoryByKind:
 
     Attributes:
         params: bytes of weights: shards and unsharded units.
-        optimizer: bytes of fp32 masters and optimizer states.
+        optimizer: bytes of masters and optimizer states.
         gradients: bytes of gradients in flight and accumulated.
         activations: all other bytes: tensors for backward, temporaries, the model's buffers.
         saved: bytes of states saved in memory: two per rank, also of another machine's rank if there are several.

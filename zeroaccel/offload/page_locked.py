@@ -10,12 +10,14 @@ device blocks the host, but has the same result.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import resource
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,6 +30,8 @@ from zeroaccel.logs import logger
 _PORTABLE = 1  # cudaHostRegisterPortable: locked for every device of the process
 _GIGA = 1e9
 _HUGE_PAGE = 2 << 20
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14; Python has no name for it
+_LEAST_SPAN = 8 << 20  # bytes that a thread populates
 _SAID_NBYTES = 4_000_000_000  # locking this much takes a second or more
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
@@ -68,9 +72,27 @@ def _device_of_process() -> int:
     return _last_device
 
 
-class _Pages(mmap.mmap):
-    """Anonymous pages, unlocked before the system unmaps them; their views own them."""
+def _populate(address: int, nbytes: int) -> None:
+    """Makes the system allocate pages on all threads; the CUDA runtime would do it on one, in most of its time."""
+    count = min(torch.get_num_threads(), nbytes // _LEAST_SPAN)
+    if count < 2:
+        return
+    madvise = ctypes.CDLL(None).madvise  # unlike that of `mmap`, this call releases the interpreter's lock
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    span = -(-nbytes // (count * _HUGE_PAGE)) * _HUGE_PAGE
+    spans = [(address + start, min(span, nbytes - start)) for start in range(0, nbytes, span)]
+    with ThreadPoolExecutor(count) as threads:  # a kernel that cannot do this leaves the pages to the runtime
+        list(threads.map(lambda part: madvise(*part, _POPULATE_WRITE), spans))
 
+
+class _Pages(mmap.mmap):
+    """Anonymous pages, unlocked before the system unmaps them; their views own them.
+
+    Attributes:
+        locked_nbytes: bytes that this process has locked so far.
+    """
+
+    locked_nbytes = 0
     _address = 0
     _process = 0
 
@@ -86,9 +108,11 @@ class _Pages(mmap.mmap):
                 self.madvise(mmap.MADV_HUGEPAGE)
         if len(self) >= _SAID_NBYTES:
             logger.info("page-locking %.1f GB of host memory", len(self) / _GIGA)
+        _populate(address, len(self))
         reason = register_pages(address, len(self))
         if not reason:
             self._address, self._process = address, os.getpid()
+            _Pages.locked_nbytes += len(self)
         return reason
 
     # The end of the process unlocks them, too; modules may be gone by then, hence the default arguments.
@@ -167,9 +191,10 @@ def _warn(nbytes: int, reason: str) -> None:
         logger.warning(
             "pin_memory: %.2f GB of host memory cannot be page-locked (%s; `ulimit -l` is %s) and stay pageable: copies"
             " between them and the device block the host and do not overlap; raise `ulimit -l` or the memory limit of"
-            " the container, run fewer ranks here, offload less, or set pin_memory to false",
+            " the container, run fewer ranks here, offload less, or set pin_memory to false (locked so far: %.2f GB)",
             nbytes / _GIGA,
             reason,
             lock_limit(),
+            _Pages.locked_nbytes / _GIGA,
             extra={"all_ranks": True},
         )

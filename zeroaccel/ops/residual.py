@@ -63,7 +63,8 @@ def split(values: Tensor, residuals: Tensor, ties: Tensor, first: int = 0) -> No
 
     numel = values.numel()
     # If the first element's bit is within a byte of `ties`, spans would share bytes.
-    launch("split", numel, bind, reads=[values, ties], writes=[residuals, ties], divisible=first % 8 == 0)
+    reads = [values, ties] if first % 8 or numel % 8 else [values]  # other elements' bits in the first and last byte
+    launch("split", numel, bind, reads=reads, writes=[residuals, ties], divisible=first % 8 == 0)
 
 
 @dataclass(frozen=True)

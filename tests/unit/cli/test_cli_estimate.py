@@ -43,6 +43,29 @@ def test_json_is_all_there_is_on_stdout() -> None:
         assert device["total"] == sum(device[part] for part in ("params", "optimizer", "gradients", "activations"))
 
 
+def test_a_config_sets_what_no_flag_sets(tmp_path: Path) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": 2,
+        "bf16": {"enabled": True},
+        "activation_checkpointing": {"wrap_blocks": True},
+        "optimizer": {"type": "AdamW", "params": {"moments_dtype": "int8"}},
+        "data_types": {"master_weights": "residual"},
+        "zero_optimization": {"stage": 3},
+    }
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(config))
+    arguments = ("estimate", MODEL, "--ranks", "2", "--seq", "8", "--json", "--config", str(path))
+    work = json.loads(typed(*arguments, "--accumulation", "1").out)["workload"]
+    expected = {"batch": 3, "accumulation": 1, "precision": "bf16", "checkpointing": True, "optimizer": "adam"}
+    expected |= {"moments_dtype": "int8", "residual_masters": True}
+    assert {key: work[key] for key in expected} == expected
+    for kind, words in (("Muon", "optimizer.type: expected one of adam"), ("Lion", "--moments_dtype: expected fp32")):
+        path.write_text(json.dumps(config | {"optimizer": {"type": kind, "params": {"moments_dtype": "int8"}}}))
+        assert words in typed(*arguments, code=2).err
+    assert "no.json" in typed("estimate", MODEL, "--config", str(tmp_path / "no.json"), code=2).err
+
+
 def test_a_table_in_a_pipe_is_plain_text() -> None:
     typed("estimate", MODEL, "--ranks", "2", "--seq", "8", "--device_memory", "1KB", code=2)
     shown = typed("estimate", MODEL, "--ranks", "2", "--seq", "8", "--device_memory", "1MiB")

@@ -63,6 +63,34 @@ def test_masters_as_residuals_take_2_bytes_and_a_bit() -> None:
         Workload(precision="fp16", residual_masters=True)
 
 
+@pytest.mark.parametrize(("moments", "optimizer", "nbytes"), [("bf16", "adam", 4), ("int8", "adam", 2 + 2 / 32)])
+def test_moments_in_fewer_bits_take_fewer_bytes(moments: Any, optimizer: Any, nbytes: float) -> None:
+    plans = ((2, "none", "none"), (2, "cpu", "none"), (3, "nvme", "none"))
+    whole = estimate(_Blocks, Workload(ranks=2, sequence=8), plans)  # type: ignore[arg-type]
+    work = Workload(ranks=2, sequence=8, optimizer=optimizer, moments_dtype=moments)
+    small = estimate(_Blocks, work, plans)  # type: ignore[arg-type]
+    places = [lambda one: one.device.optimizer, lambda one: one.host.optimizer, lambda one: one.disk.optimizer]
+    for place, before, after in zip(places, whole, small, strict=True):
+        assert place(after) == pytest.approx(place(before) / 12 * (4 + nbytes), rel=0.02)
+    saved = replace(work, peer_checkpoints=True)
+    (one,) = estimate(_Blocks, saved, [(1, "none", "none")])  # type: ignore[arg-type]
+    assert one.host.saved == pytest.approx(2 * (4 + 4) * one.numel / 2, rel=0.05)  # files have bf16 for either format
+
+
+@pytest.mark.parametrize(("optimizer", "moments"), [("lion", "int8"), ("sgd", "bf16"), ("momentum", "int8")])
+def test_an_optimizer_without_such_moments_is_refused(optimizer: Any, moments: Any) -> None:
+    with pytest.raises(UsageError, match=f"moments_dtype: expected fp32.* with optimizer {optimizer}, got '{moments}'"):
+        Workload(optimizer=optimizer, moments_dtype=moments)
+
+
+def test_13_billion_parameters_fit_32_gb_with_residual_masters_and_int8_moments() -> None:
+    work = Workload(batch=8, sequence=1024, checkpointing=True, residual_masters=True, moments_dtype="int8")
+    (one,) = estimate("13.3b", work, [(3, "cpu", "cpu")])
+    assert one.numel > 13.2e9
+    assert one.host.total / one.numel == pytest.approx(2 + 2 + 1 / 8 + 2 + 2 / 32 + 2, rel=1e-3)
+    assert one.device.total < 0.9 * 32e9
+
+
 def test_in_memory_states_are_two_of_each_rank_and_of_a_neighbour() -> None:
     for stage, ranks, local, copies in ((0, 4, 4, 2), (1, 8, 1, 4), (0, 8, 1, 8)):  # at stage 0, resuming reads all
         work = Workload(ranks=ranks, ranks_per_machine=local, sequence=8, peer_checkpoints=True)

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -117,6 +118,25 @@ def test_the_last_view_unlocks_once_the_device_is_done(runtime: Runtime) -> None
     gc.collect()
     assert runtime.locked == {}
     assert runtime.synchronized == 1
+
+
+@pytest.mark.skipif(tuple(map(int, os.uname().release.split(".")[:2])) < (5, 14), reason="no MADV_POPULATE_WRITE")
+def test_threads_allocate_the_pages_before_the_runtime_locks_them(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resident, register = [], runtime.cudaHostRegister
+
+    def measured(address: int, nbytes: int, flags: int) -> int:
+        resident.append(psutil.Process().memory_info().rss)
+        return register(address, nbytes, flags)
+
+    monkeypatch.setattr(runtime, "cudaHostRegister", measured)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    before = psutil.Process().memory_info().rss
+    nbytes = (64 << 20) + PAGE  # no multiple of the threads' spans
+    slab = aligned_bytes(nbytes, pinned=True)
+    assert resident[0] - before > 0.9 * nbytes
+    assert not slab.any()
 
 
 def test_threads_use_the_device_of_the_process(runtime: Runtime) -> None:
