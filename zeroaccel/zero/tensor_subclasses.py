@@ -420,7 +420,7 @@ class ShardedParameter(_Checked, nn.Parameter):
             memo[id(self)] = whole
             return whole
         if record.owner is not None:  # a detached view
-            return super().__deepcopy__(memo)  # type: ignore[return-value]
+            return super().__deepcopy__(memo)  # type: ignore[no-any-return]
         with torch._C.DisableTorchFunctionSubclass():
             copied = memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
         vars(copied)[_RECORD] = _ShardedUse(record.fqn, _gather_nothing, copy=weakref.ref(copied))

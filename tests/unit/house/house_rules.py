@@ -57,23 +57,23 @@ ENVIRONMENT_READERS = {
 # Folder -> its limit of code lines. A commit that raises a limit states the reason.
 MAX_CODE_LINES: Mapping[str, int] = {
     "": 870,
-    "accelerate": 4116,
-    "checkpoint": 6028,
+    "accelerate": 4180,
+    "checkpoint": 6037,
     "cli": 7341,
     "comm": 3804,
     "compat": 3250,
     "config": 4180,
     "data": 855,
-    "estimate": 1980,
+    "estimate": 1988,
     "offload": 985,
-    "ops": 2421,
+    "ops": 2425,
     "optim": 1300,
     "parallel": 3467,
     "rollout": 1160,
     "setup": 1455,
     "telemetry": 1170,
     "utils": 60,
-    "zero": 8836,
+    "zero": 8897,
 }
 LOOSE_LINES = 100
 MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 8
