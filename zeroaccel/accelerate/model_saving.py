@@ -21,6 +21,7 @@ from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import CheckpointError, UsageError
 from zeroaccel.zero.engine_base import EngineBase
+from zeroaccel.zero.module_names import plain_names
 
 _MAX_SHARD_SIZE = "10GB"
 
@@ -96,7 +97,8 @@ class ModelSaving:
             return engine.consolidated_state_dict() or {}  # with None, save_pretrained would read sharded weights
         if self.collectives.rank != 0:
             return {}
-        return {name: value.detach().to("cpu", copy=True) for name, value in model.state_dict().items()}
+        plain = plain_names(model)
+        return {plain(name): value.detach().to("cpu", copy=True) for name, value in model.state_dict().items()}
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Writes an object on rank 0, with `torch.save` or, for a dict of tensors, as safetensors.

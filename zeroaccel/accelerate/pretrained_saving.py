@@ -33,6 +33,7 @@ from zeroaccel.comm.agree import agree_or_raise, from_rank_0
 from zeroaccel.errors import EngineStateError
 from zeroaccel.nested import map_tensors
 from zeroaccel.zero.engine_base import EngineBase
+from zeroaccel.zero.module_names import plain_modules, plain_names
 from zeroaccel.zero.tensor_subclasses import inner_tensors, is_wrapper, rewrapped
 
 _ENGINES: weakref.WeakSet[EngineBase] = weakref.WeakSet()
@@ -76,7 +77,9 @@ def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
         collectives = engine.collectives.job
         # A caller that passes `is_main_process` calls on all ranks; without it, a Trainer may call on one rank only.
         on_all_ranks = "is_main_process" in bound.arguments or collectives.world_size == 1
-        own = [name for name, _ in chain(model.named_parameters(remove_duplicate=False), model.named_buffers())]
+        tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+        plain = plain_names(model)
+        own = [plain(name) for name, _ in tensors]
         if collectives.rank != 0:
             bound.arguments["is_main_process"] = False  # this rank has no values; rank 0 writes
 
@@ -199,7 +202,7 @@ def _engine_of(model: nn.Module) -> tuple[Any, str] | None:
     for engine in _ENGINES:
         ranks = engine.collectives
         if engine.settings.plan.params or ranks.parts is not None or ranks.part_holders is not None:
-            for name, module in engine.module.named_modules():
+            for name, module in plain_modules(engine.module):
                 if module is model:
                     return engine, f"{name}." if name else ""
     return None

@@ -49,16 +49,24 @@ def check_model(engine_state: EngineState, manifest: Manifest, where: str, *, st
         for fqn, name in saved_names.items()
         if name is not None and tuple(manifest.parameters[name].shape) != model[fqn]
     ]
-    saved_buffers = {name: manifest.tensors[f"buffer/{name}"].shape for name in manifest.buffers}
+    of_buffers = {name: saved for name in buffers if (saved := manifest.buffer(name)) is not None}
     shapes += [
-        f"{name}: {saved_buffers[name]} in the checkpoint, {shape} in the model"
-        for name, shape in buffers.items()
-        if name in saved_buffers and tuple(saved_buffers[name]) != shape and PACKED not in name
+        f"{name}: {manifest.tensors[f'buffer/{saved}'].shape} in the checkpoint, {buffers[name]} in the model"
+        for name, saved in of_buffers.items()
+        if tuple(manifest.tensors[f"buffer/{saved}"].shape) != buffers[name] and PACKED not in name
     ]
     shapes += _other_codes(engine_state, manifest, saved_names)
     # All differences in one message: a wrong model rarely differs in one name only.
-    missing = [fqn for fqn, name in saved_names.items() if name is None] + sorted(set(buffers) - set(saved_buffers))
-    extra = [fqn for fqn in manifest.order if fqn not in used] + sorted(set(saved_buffers) - set(buffers) - elsewhere)
+    # One name of a buffer with several is enough: other versions saved the first only.
+    filled = {id(buffer) for name, buffer in persistent_buffers(engine_state.model) if name in of_buffers}
+    missing = [fqn for fqn, name in saved_names.items() if name is None]
+    missing += sorted(
+        name
+        for name, buffer in persistent_buffers(engine_state.model)
+        if name not in of_buffers and id(buffer) not in filled
+    )
+    extra = [fqn for fqn in manifest.order if fqn not in used]
+    extra += sorted(set(manifest.buffers) - set(of_buffers.values()) - elsewhere)
     problems = [
         *(["other shapes or dtypes: " + listed(shapes, "; ")] if shapes else []),
         *(["not in the checkpoint: " + listed(missing)] if missing else []),
@@ -92,9 +100,9 @@ def _other_codes(engine_state: EngineState, manifest: Manifest, saved_names: Map
         if (name := saved_names[slot.fqn]) is not None
     ]
     pairs += [
-        (name, manifest.tensors[f"buffer/{name}"].dtype, dtype_name(buffer.dtype))
+        (name, manifest.tensors[f"buffer/{saved}"].dtype, dtype_name(buffer.dtype))
         for name, buffer in persistent_buffers(engine_state.model)
-        if name in manifest.buffers
+        if (saved := manifest.buffer(name)) is not None
     ]
     return [
         f"{name}: {saved} in the checkpoint, {own} in the model"

@@ -21,6 +21,7 @@ from zeroaccel.checkpoint.formats.deepspeed_checkpoint import open_source
 from zeroaccel.config.bounds import read_at_most
 from zeroaccel.errors import CheckpointError, UsageError
 from zeroaccel.zero.access.safetensors_file import are_other_codes, dtype_name
+from zeroaccel.zero.module_names import for_model, plain_names
 from zeroaccel.zero.quantized_weights import LAYOUT, PACKED, load_state, state_tensors
 from zeroaccel.zero.tensor_subclasses import is_wrapper
 
@@ -110,15 +111,15 @@ def load_state_dict_from_zero_checkpoint(
             values = zero_to_fp32.read_tensors(source, part.targets).state_dict()
             # Quantization libraries load codes by name, but ignore or reject the scales that layers hold.
             scales = {name: values.pop(name) for name, _ in state_tensors(model) if name in values}
-            model.load_state_dict(values, strict=False)
+            model.load_state_dict(for_model(values, model), strict=False)
             load_state(model, scales)
     return model
 
 
 def _check_fit(model: nn.Module, source: zero_to_fp32.Source, *, strict: bool) -> None:
     """Raises CheckpointError unless the shapes, and if `strict` the names, agree."""
-    named = model.state_dict(keep_vars=True).items()
-    own = {name: value for name, value in named if isinstance(value, Tensor) and not is_wrapper(value)}
+    named, plain = model.state_dict(keep_vars=True).items(), plain_names(model)
+    own = {plain(name): value for name, value in named if isinstance(value, Tensor) and not is_wrapper(value)}
     own |= dict(state_tensors(model))
     saved = {weight.name: weight.shape for weight in source.weights}
     saved |= {alias: saved[name] for alias, name in source.ties.items()}

@@ -93,9 +93,10 @@ def fetch_buffers(holdings: EngineState, store: TensorStore) -> dict[str, Tensor
     """Returns the flat values of the model's buffers that are in the checkpoint."""
     buffers = {}
     for name, value in persistent_buffers(holdings.model):
-        if (record := store.manifest.tensors.get(f"buffer/{name}")) is not None:
-            buffers[name] = torch.empty(record.numel, dtype=value.dtype, device=value.device)
-            store.fill(f"buffer/{name}", 0, buffers[name])
+        if (saved := store.manifest.buffer(name)) is not None:
+            key = f"buffer/{saved}"
+            buffers[name] = torch.empty(store.manifest.tensors[key].numel, dtype=value.dtype, device=value.device)
+            store.fill(key, 0, buffers[name])
     store.read()
     return buffers
 

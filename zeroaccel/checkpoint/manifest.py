@@ -22,6 +22,7 @@ from zeroaccel.checkpoint.zero_to_fp32 import row_major
 from zeroaccel.config.bounds import LARGEST_SIZE, MOST_LEVELS, is_size, levels_of, read_at_most
 from zeroaccel.errors import CheckpointError
 from zeroaccel.zero.access.safetensors_file import ITEMSIZE
+from zeroaccel.zero.module_names import finder
 
 FORMAT = "zeroaccel"
 VERSION = 2
@@ -133,8 +134,22 @@ class Manifest:
 
     def canonical(self, fqn: str) -> str | None:
         """Returns a parameter's name in `parameters`, following ties; None if it is not in the checkpoint."""
-        name = fqn if fqn in self.parameters else self.ties.get(fqn)
-        return name if name in self.parameters else None
+        own = self._find("parameters", fqn)
+        if own is None and (alias := self._find("ties", fqn)) is not None:
+            own = self._find("parameters", self.ties[alias])
+        return own
+
+    def buffer(self, name: str) -> str | None:
+        """Returns a buffer's name in `buffers`; None if it is not in the checkpoint."""
+        return self._find("buffers", name)
+
+    def _find(self, field_name: str, name: str) -> str | None:
+        """Returns the name in one of the fields of a tensor with this plain name, which may have wrappers there."""
+        key = f"_find_{field_name}"
+        if key not in self.__dict__:
+            self.__dict__[key] = finder(getattr(self, field_name))
+        found: str | None = self.__dict__[key](name)
+        return found
 
     def weight_key(self, fqn: str) -> str | None:
         """Returns the key of a parameter's values, those of its master if it has one; None if they are not saved."""

@@ -25,6 +25,7 @@ from zeroaccel.ops.shard_step import ShardOptimizer
 from zeroaccel.optim.optimizer_copy import element_states
 from zeroaccel.zero.access.safetensors_file import dtype_name
 from zeroaccel.zero.layout import FlatRange, Slot, whole_of
+from zeroaccel.zero.module_names import plain_modules, plain_names
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
 from zeroaccel.zero.quantized_weights import state_tensors
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
@@ -59,12 +60,13 @@ class WholeModel:
     def of(cls, model: nn.Module) -> WholeModel:
         """Collects the facts of a model that is not divided yet."""
         digest = hashlib.blake2b(digest_size=16)
+        plain = plain_names(model)
         for name, param in model.named_parameters():
             flat = param.detach().view(-1) if param.is_contiguous() else param.detach().reshape(-1)
             sample = flat[:: max(1, flat.numel() // _SAMPLED_NUMEL)].cpu().double() if not flat.is_meta else flat
-            digest.update(f"{name} {tuple(param.shape)} {sample.tolist() if not flat.is_meta else ''}".encode())
+            digest.update(f"{plain(name)} {tuple(param.shape)} {sample.tolist() if not flat.is_meta else ''}".encode())
         return cls(
-            tuple(name for name, _ in model.named_parameters()),
+            tuple(plain(name) for name, _ in model.named_parameters()),
             ties_of(model),
             tuple(name for name, _ in persistent_buffers(model)),
             tuple(state_dict_names(model)),
@@ -273,12 +275,11 @@ def saved_nbytes(holdings: EngineState) -> int:
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, tensor) for each persistent buffer once, and for the small state of quantized weights."""
-    seen: set[int] = set()
-    for prefix, module in model.named_modules():
+    """Yields (name, tensor) for each name of the persistent buffers, and the small state of quantized weights."""
+    # Under every name, like a state dict: a file has no ties of buffers.
+    for prefix, module in plain_modules(model, remove_duplicate=False):
         for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set and id(buffer) not in seen:
-                seen.add(id(buffer))
+            if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield (f"{prefix}.{name}" if prefix else name), buffer
     yield from state_tensors(model)
 
@@ -286,7 +287,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def code_names(model: nn.Module) -> tuple[str, ...]:
     """Returns the names of quantized weights' codes, scales and state, which must not be rounded."""
     codes = [name for name, param in named_tensors(model) if scales_of(param) is not None]
-    for prefix, module in model.named_modules():
+    for prefix, module in plain_modules(model, remove_duplicate=False):
         own = (
             name
             for name, buffer in module._buffers.items()
@@ -317,7 +318,9 @@ def ties_of(model: nn.Module) -> dict[str, str]:
     """Returns alias -> the first name of the same parameter."""
     first: dict[int, str] = {}
     ties: dict[str, str] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
+    plain = plain_names(model)
+    for own, param in model.named_parameters(remove_duplicate=False):
+        name = plain(own)
         canonical = first.setdefault(id(param), name)
         if canonical != name:
             ties[name] = canonical
@@ -341,13 +344,14 @@ def shared_buffers(model: nn.Module) -> dict[str, str]:
 def state_dict_names(model: nn.Module) -> list[str]:
     """Returns the keys of a state dict, in order, without reading a value."""
     names: list[str] = []
-    for prefix, module in model.named_modules(remove_duplicate=False):
+    plain = plain_names(model)
+    for prefix, module in plain_modules(model, remove_duplicate=False):
         own = [
             *module._parameters,
             *(name for name in module._buffers if name not in module._non_persistent_buffers_set),
         ]
         names += [f"{prefix}.{name}" if prefix else name for name in own]
-    scaled = ((name, scales_of(param)) for name, param in model.named_parameters())
+    scaled = ((plain(name), scales_of(param)) for name, param in model.named_parameters())
     names += [f"{name}.{scale}" for name, scales in scaled for scale in scales or ()]
     return names + [name for name, _ in state_tensors(model)]
 

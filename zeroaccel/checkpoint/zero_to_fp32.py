@@ -74,6 +74,7 @@ TORCH_NAMES = {
     **{"F8_E8M0": "float8_e8m0fnu", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz"},
     **{"C64": "complex64", "F64": "float64", "I64": "int64", "U64": "uint64"},
 }
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 STEMS = {"safetensors": "model", "bin": "pytorch_model"}
 JOURNAL_NAME = "zero_to_fp32.progress.json"
 TEMPORARY_SUFFIX = ".tmp"
@@ -344,6 +345,11 @@ def _folders_below(root: Path) -> list[Path]:
     return sorted(folders, key=lambda path: [int(part) for part in re.findall(r"\d+", path.name)])
 
 
+def plain_name(name: str) -> str:
+    """Returns a tensor's name without the segments that torch's wrappers add, such as `torch.compile`."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
 def _source(folder: Path, body: Mapping[str, Any], checksum: str) -> Source:
     records = body["files"]
     for record in records:
@@ -372,7 +378,7 @@ def _source(folder: Path, body: Mapping[str, Any], checksum: str) -> Source:
         weights.append(_weight(fqn, key, tensors, records, pieces, excludable=not parameter["trainable"]))
     weights += [_weight(name, f"buffer/{name}", tensors, records, pieces, is_buffer=True) for name in body["buffers"]]
     codes = frozenset(body.get("codes", ()))
-    weights = [replace(weight, is_code=weight.name in codes) for weight in weights]
+    weights = [replace(weight, name=plain_name(weight.name), is_code=weight.name in codes) for weight in weights]
     if unknown := [alias for alias, name in body["ties"].items() if name not in parameters]:
         raise ValueError(f"ties of {unknown} to unknown parameters")
     files = tuple(RankFile(folder / item["name"], item["nbytes"], item["table_sha256"]) for item in records)
@@ -384,7 +390,7 @@ def _source(folder: Path, body: Mapping[str, Any], checksum: str) -> Source:
         world_size=body["world_size"],
         fingerprint=checksum,
         weights=tuple(weights),
-        ties={alias: name for alias, name in body["ties"].items() if name not in left_out},
+        ties={plain_name(alias): plain_name(name) for alias, name in body["ties"].items() if name not in left_out},
         files=files,
         left_out=tuple(left_out),
     )

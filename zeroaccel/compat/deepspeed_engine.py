@@ -51,6 +51,7 @@ from zeroaccel.zero.access.param_registry import handle_of
 from zeroaccel.zero.engine import Engine
 from zeroaccel.zero.engine_base import EngineBase
 from zeroaccel.zero.from_config import DTYPES, LoopRules
+from zeroaccel.zero.module_names import plain_names
 
 
 class DeepSpeedMembers(EngineBase):
@@ -482,11 +483,12 @@ class DeepSpeedMembers(EngineBase):
     ) -> dict[str, Any]:
         """Returns the state dict; at stage 3, sharded parameters have shape (0,) outside `GatheredParameters`."""
         arguments = {} if destination is None else {"destination": destination}
-        state: dict[str, Any] = self.module.state_dict(prefix=prefix, keep_vars=keep_vars, **arguments)
+        state: dict[str, Any] = self.state_dict(prefix=prefix, keep_vars=keep_vars, **arguments)
         if exclude_frozen_parameters:
+            plain = plain_names(self.module)
             for name, param in self.module.named_parameters(remove_duplicate=False):
                 if not param.requires_grad:
-                    state.pop(prefix + name, None)
+                    state.pop(prefix + plain(name), None)
         return state
 
     def load_module_state_dict(
@@ -506,7 +508,7 @@ class DeepSpeedMembers(EngineBase):
         if custom_load_fn is not None:
             custom_load_fn(src=state, dst=self.module)
         else:
-            self.module.load_state_dict(state, strict=strict)
+            self.load_state_dict(state, strict=strict)
 
     def save_fp16_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:
         """Calls `save_16bit_model`; an older name. (all ranks)"""

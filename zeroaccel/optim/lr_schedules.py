@@ -10,9 +10,9 @@ writes its rates.
 fraction at n = 0 is still 0. So the first *two* optimizer steps run at `warmup_min_lr`; with the default of 0 they
 change nothing. A warm-up of 1 step counts as 2. A warm-up of 0 steps starts at the peak.
 
-[Note: rates of a group's own] A group has its own rate if somebody wrote one for it, even the optimizer's own. The
-factory of a config's optimizer notes that (`note_written_lrs`), and so does Muon. In other optimizers torch has put
-the object `defaults["lr"]` itself into the groups without a rate, so that any other object was written. (Without
+[Note: rates of a group's own] A group has its own rate if the program or its config sets one for it, of any value. The
+factory of a config's optimizer notes that (`note_written_lrs`), and so does Muon. In other optimizers torch has put the
+object `defaults["lr"]` itself into the groups without a rate, so that any other object was written. (Without
 `defaults`, a group has its own rate if it differs from the first group's.) A scalar peak applies to the other groups; a
 list has one value per group and applies to all. As in torch, the group stores its first rate as `initial_lr`, so that a
 second schedule for the same optimizer starts from it and not from the last rate of the first schedule.
@@ -194,12 +194,12 @@ class GroupSchedule(ABC):
 
 
 def note_written_lrs(optimizer: Optimizer, written: Sequence[bool]) -> None:
-    """Notes on an optimizer which of its groups have a rate that somebody wrote; [Note: rates of a group's own]."""
+    """Notes on an optimizer which of its groups have a rate of their own; [Note: rates of a group's own]."""
     vars(optimizer)["written_lrs"] = list(written)
 
 
 def _written_lrs(optimizer: ParamGroups, default: object) -> list[bool]:
-    """Returns for each group whether somebody wrote its rate; see [Note: rates of a group's own]."""
+    """Returns for each group whether it has its own rate; see [Note: rates of a group's own]."""
     groups = optimizer.param_groups
     noted: list[bool] = list(getattr(optimizer, "written_lrs", ()))
     if not noted and default is None:
@@ -213,7 +213,7 @@ def _written_lrs(optimizer: ParamGroups, default: object) -> list[bool]:
 
 
 def _written_default(optimizer: ParamGroups) -> float | None:
-    """Returns the rate that somebody passed to the optimizer itself; None if it has its class's default."""
+    """Returns the rate that an argument of the optimizer sets; None for its class's default."""
     rate = getattr(optimizer, "defaults", {}).get("lr")
     usual = inspect.signature(type(optimizer)).parameters.get("lr") if isinstance(optimizer, Optimizer) else None
     return None if rate is None or (usual is not None and usual.default is rate) else float(rate)
@@ -543,8 +543,8 @@ class LRRangeTest(GroupSchedule):
     Args:
         optimizer: has `param_groups`.
         lr_range_test_min_lr: start, a number or one per group. A number applies to groups without their own lr. For a
-            group with its own, it is scaled by the ratio to the optimizer's lr, or if nobody wrote that, the group
-            starts at its own.
+            group with its own, it is scaled by the ratio to the optimizer's lr, or if that is its class's default, the
+            group starts at its own.
         lr_range_test_step_size: number of steps in which the rate grows by `lr_range_test_step_rate` times the start.
         lr_range_test_step_rate: see above.
         lr_range_test_staircase: grow once per `lr_range_test_step_size` steps.

@@ -50,6 +50,7 @@ from zeroaccel.zero.from_config import (
     unit_specs_of,
 )
 from zeroaccel.zero.model_check import check_dtypes
+from zeroaccel.zero.module_names import plain_names
 from zeroaccel.zero.precision import LossScale
 from zeroaccel.zero.quantized_weights import attach_codes
 from zeroaccel.zero.storage.placement import OffloadRules
@@ -135,7 +136,8 @@ class TrainPlan:
         shards, tiers = shard_plan(config), tier_plan(config)
         check_dtypes(job.model, DTYPES[config.precision])
         attach_codes(job.model)
-        names = {id(param): fqn for fqn, param in job.model.named_parameters()}
+        plain = plain_names(job.model)
+        names = {id(param): plain(fqn) for fqn, param in job.model.named_parameters()}
         trained = OptimizerPlan.of(job.model, optimizer, params, job.lr_scheduler, job.optimizer_kind, config, names)
         trained.check(config, shards, tiers)
         batch = _batch(config, ranks.samplers.value, training=trained.optimizer is not None)

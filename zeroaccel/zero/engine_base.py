@@ -42,6 +42,7 @@ from zeroaccel.zero.grad_norm import FactorRule, GradCheck
 from zeroaccel.zero.grad_reducer import GradReducer
 from zeroaccel.zero.hooks import Hooks, StateDictHooks, freed_view
 from zeroaccel.zero.model_check import misplaced_inputs
+from zeroaccel.zero.module_names import for_model, plain_names
 from zeroaccel.zero.param_check import ParamIntegrityCheck
 from zeroaccel.zero.param_unit import ParamUnit
 from zeroaccel.zero.precision import LossScale, cast_floats
@@ -1222,11 +1223,14 @@ class EngineBase(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the model's state dict; raises while parameters are sharded, instead of returning NaNs."""
-        return self.module.state_dict(*args, **kwargs)
+        state, plain = self.module.state_dict(*args, **kwargs), plain_names(self.module)
+        for name in list(state):  # in place: a caller may have passed the dict
+            state[plain(name)] = state.pop(name)
+        return state
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Calls the model's method; pass the same values on every rank. They reach shards and masters. (all ranks)"""
-        return self.module.load_state_dict(*args, **kwargs)
+        return self.module.load_state_dict(for_model(state_dict, self.module), *args, **kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EngineBase:
         self._integrity.check_conversion(fn, self.module)

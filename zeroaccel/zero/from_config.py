@@ -27,6 +27,7 @@ from zeroaccel.optim.optimizer_kinds import OptimizerKind
 from zeroaccel.zero.build_units import Placement
 from zeroaccel.zero.grad_reducer import ReduceRules
 from zeroaccel.zero.layout import Split
+from zeroaccel.zero.module_names import plain_names
 from zeroaccel.zero.precision import (
     BufferDtypes,
     DynamicLossScale,
@@ -157,9 +158,10 @@ def _coded(model: nn.Module, settings: Config, plan: ShardPlan) -> frozenset[int
     explicit = settings.zero_optimization.frozen_weights is not None
     fp32 = kept_in_fp32(model, settings.data_types.keep_in_fp32_modules, DTYPES[settings.precision])
     rows = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters() if explicit}
+    plain = plain_names(model)
     matrices = {
         fqn: param
-        for fqn, param in model.named_parameters()
+        for fqn, param in ((plain(name), param) for name, param in model.named_parameters())
         if param.dim() > 1 and param.is_floating_point() and id(param) not in rows and fqn not in fp32
     }
     coded = frozenset(id(param) for param in matrices.values() if not param.requires_grad and scales_of(param) is None)

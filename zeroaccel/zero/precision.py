@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import ConfigError, EngineStateError
 from zeroaccel.logs import logger
+from zeroaccel.zero.module_names import plain_names
 from zeroaccel.zero.tensor_subclasses import is_scale_beside_codes, is_small_float, scales_of
 
 
@@ -154,7 +155,8 @@ def kept_in_fp32(model: nn.Module, setting: str | Iterable[str] | None, dtype: t
         parts = {setting} if isinstance(setting, str) else set(setting or ())
     if not parts:
         return set()
-    names = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
+    plain = plain_names(model)
+    names = [plain(name) for name, _ in [*model.named_parameters(), *model.named_buffers()]]
     return {name for name in names if any(f".{part}." in f".{name}." for part in parts)}
 
 
@@ -178,7 +180,8 @@ def not_autocast(model: nn.Module, setting: Iterable[str] | None, where: str) ->
     # By identity: a weight that modules share is cast only if all of them compute with it in that dtype.
     others = (module for module in model.modules() if type(module) not in classes)
     fp32 = {id(param) for module in others for param in module.parameters(recurse=False)}
-    return {name for name, param in model.named_parameters() if id(param) in fp32}
+    plain = plain_names(model)
+    return {plain(name) for name, param in model.named_parameters() if id(param) in fp32}
 
 
 def _module_class(name: str, where: str) -> type[nn.Module] | None:
@@ -228,7 +231,7 @@ class BufferDtypes:
 
     def of(self, model: nn.Module) -> dict[str, torch.dtype]:
         """Returns fqn -> dtype of every floating-point buffer; call it before the engine casts the parameters."""
-        follows = self._following(model)
+        follows, plain = self._following(model), plain_names(model)
         dtypes: dict[str, torch.dtype] = {}
         for prefix, module in model.named_modules():
             for name, buffer in module._buffers.items():
@@ -238,7 +241,7 @@ class BufferDtypes:
                 fqn = f"{prefix}.{name}" if prefix else name
                 if is_small_float(buffer) or is_scale_beside_codes(module, name):
                     dtypes[fqn] = buffer.dtype
-                elif fqn in self.fp32_names:
+                elif plain(fqn) in self.fp32_names:
                     dtypes[fqn] = torch.float32
                 elif self.forced is not None:
                     dtypes[fqn] = self.forced
@@ -252,8 +255,9 @@ class BufferDtypes:
     def _following(self, model: nn.Module) -> dict[str, bool]:
         """Returns prefix -> True if all floating-point parameters of a module are cast: its own, or those below it."""
         own: dict[str, bool] = {}
+        plain = plain_names(model)
         for name, param in model.named_parameters(remove_duplicate=False):
-            if param.is_floating_point() and name not in self.fp32_names and scales_of(param) is None:
+            if param.is_floating_point() and plain(name) not in self.fp32_names and scales_of(param) is None:
                 prefix = name.rpartition(".")[0]
                 own[prefix] = own.get(prefix, True) and dtype_before(param) is not self.precision
         follows = dict(own)

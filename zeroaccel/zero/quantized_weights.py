@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import UsageError
+from zeroaccel.zero.module_names import plain_modules
 from zeroaccel.zero.tensor_subclasses import (
     follow,
     inner_tensors,
@@ -65,7 +66,7 @@ def _kind(param: Tensor | None) -> str:
 
 def _quantized(model: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, Any, Any, str]]:
     """Yields (fqn, module, weight, class) of every registration of a quantized weight."""
-    for prefix, module in model.named_modules() if recurse else (("", model),):
+    for prefix, module in plain_modules(model) if recurse else (("", model),):
         for name, param in module._parameters.items():
             if kind := _kind(param) or _kind_of_parametrized(module, param) or _kind_of_layer(module, name, param):
                 yield (f"{prefix}.{name}" if prefix else name), module, param, kind

@@ -43,6 +43,7 @@ from torch.nn.utils import clip_grad_value_
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zeroaccel.errors import EngineStateError, UsageError
+from zeroaccel.zero.module_names import plain_names
 
 
 def _split(tensor: Tensor) -> Any:
@@ -204,9 +205,10 @@ def carriers(param: nn.Parameter) -> tuple[nn.Parameter, ...]:
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yields the model's parameters, each once, and after codes their scales; for wrappers their tensors."""
+    """Yields the model's parameters, each once under its plain name; after codes their scales, wrappers' tensors."""
+    plain = plain_names(model)
     for fqn, param in model.named_parameters():
-        yield from tensors_of(fqn, param)
+        yield from tensors_of(plain(fqn), param)
 
 
 def tensors_of(fqn: str, param: nn.Parameter) -> Iterator[tuple[str, nn.Parameter]]:

@@ -16,6 +16,7 @@ from torch import nn
 
 from zeroaccel.errors import ConfigError
 from zeroaccel.zero.compiled import compiled_within
+from zeroaccel.zero.module_names import plain_names
 from zeroaccel.zero.tensor_subclasses import tensors_of
 
 LARGE_LEAF_NUMEL = 1 << 16
@@ -116,6 +117,7 @@ def group_parameters(
 
     # In the order of named_parameters, which is the same on all ranks: the order of units decides that of collectives.
     specs: dict[object, UnitSpec] = {}
+    plain = plain_names(model)
     for fqn, param in model.named_parameters():
         key, name, modules = _home(param, owners[id(param)], model, persistent)
         if id(param) in projections and name in experts:
@@ -124,7 +126,7 @@ def group_parameters(
         if is_code:  # trained parameters beside them may be persistent, but a unit must not mix both kinds
             key, name = ("codes", key), f"codes of {name}"
         spec = specs.setdefault(key, UnitSpec(name, modules, persistent=key == "persistent", is_code=is_code))
-        spec.params += tensors_of(fqn, param)
+        spec.params += tensors_of(plain(fqn), param)
     return list(specs.values())
 
 

@@ -208,7 +208,7 @@ def _largest(kind: str, params: dict[str, Any], optimizer: Any) -> list[float]:
 
 
 @pytest.mark.parametrize(("kind", "params"), SCALARS, ids=[kind for kind, _ in SCALARS])
-def test_a_rate_that_somebody_wrote_is_no_default_whatever_its_value(kind: str, params: dict[str, Any]) -> None:
+def test_a_written_rate_is_no_default_whatever_its_value(kind: str, params: dict[str, Any]) -> None:
     """Regression: the scalar replaced a rate that equals the optimizer's or its class's, and Muon's own rates."""
     one, two = (torch.nn.Parameter(torch.zeros(2, 2)) for _ in range(2))
     groups = [{"params": [one], "lr": float("1e-3")}, {"params": [two]}]

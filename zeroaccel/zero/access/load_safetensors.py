@@ -31,6 +31,7 @@ from zeroaccel.zero.access.safetensors_file import (
     pread_into,
     tensor_locations,
 )
+from zeroaccel.zero.module_names import finder, plain_modules, plain_names
 from zeroaccel.zero.tensor_subclasses import mark_small_floats, scales_of
 
 _CHUNK_NBYTES = 8 << 20
@@ -167,16 +168,17 @@ def _match(model: nn.Module, there: Mapping[str, TensorLocation], rename: Callab
     plan = _Plan({}, {}, [], [], [], [], [])
     # Tied parameters are one tensor under several names, and libraries may save it under any of them.
     names: dict[int, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), []).append(rename(name))
+    plain, find = plain_names(model), finder(there)
+    for name, each in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(each), []).append(rename(plain(name)))
     seen: set[int] = set()
-    for prefix, module in model.named_modules():
+    for prefix, module in plain_modules(model):
         for own, param in module._parameters.items():
             if param is None or id(param) in seen:
                 continue
             seen.add(id(param))
             aliases = names[id(param)]
-            stored = next((name for name in aliases if name in there), None)
+            stored = next(filter(None, map(find, aliases)), None)
             if stored is None:
                 plan.missing.append(aliases[0])
                 _note_missing(plan, module)
@@ -184,9 +186,11 @@ def _match(model: nn.Module, there: Mapping[str, TensorLocation], rename: Callab
                 plan.parameters.setdefault(module, {})[own] = stored
         for own, buffer in module._buffers.items():
             if buffer is not None:
-                _match_buffer(plan, module, own, buffer, rename(f"{prefix}.{own}" if prefix else own), there)
-    of_model = {name for several in names.values() for name in several} | {rename(n) for n, _ in model.named_buffers()}
-    plan.unexpected += sorted(there.keys() - of_model)
+                name = rename(f"{prefix}.{own}" if prefix else own)
+                _match_buffer(plan, module, own, buffer, find(name) or name, there)
+    of_model = {name for several in names.values() for name in several}
+    of_model |= {rename(plain(name)) for name, _ in model.named_buffers(remove_duplicate=False)}
+    plan.unexpected += sorted(there.keys() - {find(name) for name in of_model})
     return plan
 
 
