@@ -10,6 +10,7 @@ import re
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 from zeroaccel.errors import Preempted
@@ -145,11 +146,30 @@ def explain_failure(
         lines = [f"on {_all_or_some(alike, ranks, several_machines)}: {message}"]
     else:
         lines = [f"{_describe_rank(first, host)} failed first{_cause(first)}"]
+        lines += _shadowing(report.traceback) if report is not None else []
     if others := [rank for rank in ranks if rank not in named]:
         lines.append(_other_ranks(ends, first, others))
     if several_machines and _is_consequence(first):
         lines.append("the cause is probably on another machine: see the message of its launcher")
     return "\n".join(lines)
+
+
+_FRAME = re.compile(r'^  File "(?P<path>[^"]+)", line \d+, in .*\n    (?P<code>.*)$', re.MULTILINE)
+_INSTALLED = re.compile(r"[/\\](site-packages|dist-packages|python3\.\d+)[/\\]")
+
+
+def _shadowing(traceback: str) -> list[str]:
+    """Returns a line about a user's file that another package has imported for one of the same name, or none.
+
+    Python looks beside the script first, so torch gets a `cuda.py` there for `import cuda`.
+    """
+    frames = [(match["path"], match["code"]) for match in _FRAME.finditer(traceback)]
+    for (importer, code), (path, _) in pairwise(frames):
+        name = re.split(r"[/\\]", path.removesuffix("/__init__.py").removesuffix(".py"))[-1]
+        is_import = re.match(rf"(from|import)\s+{re.escape(name)}\b", code) is not None
+        if is_import and _INSTALLED.search(importer) and not _INSTALLED.search(path):
+            return [f"{path} takes the place of the package {name!r} that {importer} imports: rename the file"]
+    return []
 
 
 def _describe_rank(end: RankEnd, host: str) -> str:

@@ -7,6 +7,7 @@ The command merges its sources into `LaunchSettings` and derives a `LaunchPlan`;
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 from collections.abc import Iterator
@@ -161,7 +162,17 @@ def _local_rank_option(script: str, arguments: tuple[str, ...], kind: ProgramKin
     return (local_rank_option(path) or ("--local_rank" if requested else "")) if path.is_file() or requested else ""
 
 
+_PROCESS_FLAGS = re.compile(
+    r"--(num[_-]processes|nproc[_-]per[_-]node|num[_-]machines|nnodes|(machine|node)[_-]rank|main[_-]process[_-](ip|port)"
+    r"|hostfile|zero[_-]stage|max[_-]restarts)(=.*)?"
+)
+"""Flags of launchers that hardly any script has."""
+
+
 def _script_notes(program: Program) -> Iterator[str]:
+    if late := [word for word in program.arguments if _PROCESS_FLAGS.fullmatch(word)]:
+        words = f"{', '.join(late)} after {program.name} {'goes' if len(late) == 1 else 'go'} to the script"
+        yield f"{words}; the launcher's own flags come before {program.name}"
     if any(word.partition("=")[0] == "--fsdp" for word in program.arguments):
         fix = "pass --deepspeed ds_config.json instead; stage 3 is full_shard, stage 2 is shard_grad_op"
         yield f"{program.name} --fsdp: Trainer uses torch's FSDP for this argument, not zeroaccel; {fix}"

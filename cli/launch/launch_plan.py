@@ -383,9 +383,17 @@ def _about_processes(settings: LaunchSettings, num_local: int, devices: int) -> 
     return text
 
 
+_CROWD = 4  # processes per core from which on a start is worth a warning
+
+
 def _warnings(settings: LaunchSettings, num_local: int, devices: int) -> tuple[str, ...]:
     if settings.gpu_ids != "all" and not devices and not settings.use_cpu:
         return (f"--gpu_ids {settings.gpu_ids}: {_count(num_local, 'process')} on the CPU, as there is no accelerator",)
+    if not devices and num_local > _CROWD * (cores := usable_cores()):
+        return (
+            f"{_count(num_local, 'process')} share {_count(cores, 'core')}: they import torch in turn, so the first "
+            f"output takes long; use --num_processes {cores}",
+        )
     if not 0 < devices < num_local:
         return ()
     return (

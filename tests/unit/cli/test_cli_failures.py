@@ -93,6 +93,31 @@ def test_debug_shows_the_traceback_of_an_error_raised_on_purpose() -> None:
     assert told.endswith("\nrank 1: failed in the same way")
 
 
+@pytest.mark.parametrize(
+    ("importer", "code", "path", "is_told"),
+    [
+        (
+            "/v/lib/python3.11/site-packages/torch/cuda/_utils.py",
+            "from cuda.bindings import (",
+            "/home/me/cuda.py",
+            True,
+        ),
+        ("/usr/lib/python3.11/random.py", "import bisect", "/home/me/bisect/__init__.py", True),
+        ("/home/me/train.py", "import cuda", "/home/me/cuda.py", False),
+        ("/v/lib/python3.11/site-packages/torch/cuda/_utils.py", "call()", "/home/me/cuda.py", False),
+        ("/v/lib/python3.11/site-packages/a.py", "import b", "/v/lib/python3.11/site-packages/b.py", False),
+    ],
+)
+def test_a_file_in_the_place_of_a_package_is_named(importer: str, code: str, path: str, is_told: bool) -> None:
+    trace = (
+        f'Traceback (most recent call last):\n  File "/home/me/train.py", line 1, in <module>\n    import torch\n'
+        f'  File "{importer}", line 9, in <module>\n    {code}\n  File "{path}", line 2, in <module>\n    x = 1\n'
+        "AttributeError: partially initialized module 'torch' has no attribute 'zeros'"
+    )
+    end = RankEnd(0, 0, 1000, 1, 100, Report("exception", "AttributeError: x", trace, 1, 100.0))
+    assert _tell(end, ranks=1).endswith("imports: rename the file") is is_told
+
+
 def test_messages_printed_by_ranks_are_not_repeated() -> None:
     ends = [_end(rank, 75, "CollectiveError: a long\nstory", "on_purpose", printed=True) for rank in range(2)]
     assert _tell(*ends) == "on all 2 ranks: CollectiveError (exit code 75); the message is above"

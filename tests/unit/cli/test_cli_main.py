@@ -194,3 +194,12 @@ def test_misspelt_flags_are_answered_with_the_one_that_was_meant() -> None:
         assert option.opts[0].lstrip("-")[:4] in said.lower().split("did you mean")[1].replace("-", "_"), path
         tried += 1
     assert tried > 10
+
+
+def test_flags_of_the_launcher_after_the_script_are_noted(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    for flag in ("--num_processes", "--num-processes=2", "--zero_stage"):
+        said = typed("launch --cpu --dry_run", tmp_path / "train.py", flag, "2")
+        assert f"note: {flag} after" in said.err
+        assert "goes to the script; the launcher's own flags come before" in said.err
+    assert "note:" not in typed("launch --cpu --dry_run", tmp_path / "train.py", "--lr", "2").err

@@ -320,3 +320,8 @@ def test_lines_of_other_ranks_begin_with_the_rank_on_a_terminal() -> None:
     assert streams({"log_line_prefix": "all"}, out=False, err=False) == 3
     assert streams({"log_line_prefix": "none"}, out=True, err=True) == 0
     assert streams({"tee": {0: 1}}, out=True, err=True) == {0: 1}
+
+
+def test_many_more_processes_than_cores_are_announced(machine: pytest.MonkeyPatch) -> None:
+    assert _plan({"num_processes": 33}).warnings[0].startswith("33 processes share 8 cores: ")
+    assert _plan({"num_processes": 32}).warnings == ()
