@@ -125,6 +125,7 @@ def _saving_states(original: Any) -> Any:
 
     @functools.wraps(original)
     def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        import_module("zeroaccel.compat.transformers_calls").warn_of_dropped_optimizer(trainer)
         return import_module("zeroaccel.compat.trainer_states").train(original, trainer, *args, **kwargs)
 
     return train

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from torch.optim import Optimizer
 from zeroaccel.accelerate import pretrained_saving
 from zeroaccel.comm.stop_notice import stop_notice
 from zeroaccel.compat.deepspeed_init import DeepSpeedInit
+from zeroaccel.logs import log_once
 from zeroaccel.zero.engine_base import EngineBase
 
 _ORIGINALS: dict[tuple[type, str], Callable[..., Any]] = {}
@@ -98,7 +100,7 @@ def _from_the_model(original: Callable[..., Any]) -> Callable[..., Any]:
         engine = trainer.model_wrapped
         if not isinstance(engine, EngineBase):
             return original(trainer, *args, **kwargs)
-        config = getattr(trainer.accelerator.state.deepspeed_plugin, "deepspeed_config", {})
+        config = _config(trainer)
         defined = "optimizer" in config or "scheduler" in config
         if engine.optimizer is None or engine.is_destroyed or defined:
             had_optimizer = engine.optimizer is not None
@@ -140,6 +142,31 @@ def _sparing(trainer: Any, engine: EngineBase) -> Iterator[None]:
         yield
     finally:
         del accelerator.free_memory, accelerator.prepare
+
+
+def warn_of_dropped_optimizer(trainer: Any) -> None:
+    """Warns that `Trainer(optimizers=...)` has no effect: transformers drops both with a DeepSpeed config."""
+    if not trainer.is_deepspeed_enabled or isinstance(trainer.model_wrapped, EngineBase):
+        return
+    made = getattr(trainer, "_created_lr_scheduler", False)  # by an earlier training
+    pair = {"optimizer": trainer.optimizer, "scheduler": None if made else trainer.lr_scheduler}
+    own = [name for name, each in pair.items() if each is not None and "accelerate" not in type(each).__module__]
+    if not own:
+        return
+    section = _config(trainer).get("optimizer")
+    written = {} if section is None else section.get("params", {})
+    rate = written.get("lr", "auto")
+    log_once(
+        logging.WARNING,
+        f"Trainer(optimizers=...): transformers drops its {' and '.join(own)} with a DeepSpeed config, and makes the "
+        f"optimizer of {'TrainingArguments' if section is None else 'the config'}, with learning rate "
+        f"{trainer.args.learning_rate if rate == 'auto' else rate}; set TrainingArguments(learning_rate=..., "
+        "optim=...), or make the optimizer in create_optimizer of a subclass",
+    )
+
+
+def _config(trainer: Any) -> Any:
+    return getattr(trainer.accelerator.state.deepspeed_plugin, "deepspeed_config", {})
 
 
 def _of_all_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
