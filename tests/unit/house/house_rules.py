@@ -58,7 +58,7 @@ ENVIRONMENT_READERS = {
 MAX_CODE_LINES: Mapping[str, int] = {
     "": 860,
     "accelerate": 4115,
-    "checkpoint": 5935,
+    "checkpoint": 5945,
     "cli": 7165,
     "comm": 3800,
     "compat": 3250,
