@@ -58,7 +58,7 @@ ENVIRONMENT_READERS = {
 MAX_CODE_LINES: Mapping[str, int] = {
     "": 870,
     "accelerate": 4180,
-    "checkpoint": 6062,
+    "checkpoint": 6072,
     "cli": 7351,
     "comm": 3804,
     "compat": 3260,
