@@ -145,7 +145,7 @@ class PlanTable:
         workload, capacity = _question(self.model, self._machine, state.answers)
         rows = [row for row in _mesh_rows(self.model, workload, capacity) if row.plan is not None]
         options = [
-            Option(_mesh_title(row), row, _short(row.plan), row.workload.mesh_name)
+            Option(_mesh_title(row), row, _short(row.plan, row.workload, capacity), row.workload.mesh_name)
             for row in rows
             if row.plan is not None
         ]
@@ -169,7 +169,9 @@ class PlanTable:
             sizes, ep = self._mesh
             workload = workload.on_mesh(*sizes, ep=ep)
         rows = _rows(self.model, workload, capacity)
-        options = [Option(_plan_title(row, workload), row, _short(row), row.estimate.name) for row in rows]
+        options = [
+            Option(_plan_title(row, workload), row, _short(row, workload, capacity), row.estimate.name) for row in rows
+        ]
         options.append(Option("no plan: ask me instead", _NO_PLAN))
         start = next((row for row in rows if _settings_of(row) == self._plan and row.fits is not False), None)
         start = start or next((row for row in rows if row.recommended), None)
@@ -347,9 +349,12 @@ def _in_gib(nbytes: int) -> str:
     return gib(nbytes).removesuffix(" GiB") if nbytes else "-"
 
 
-def _short(row: PlanRow) -> str:
-    """Returns the reason why a plan does not fit, for its row."""
-    return f"no: {row.short_of}" if row.fits is False else ""
+def _short(row: PlanRow, workload: Workload, capacity: Capacity) -> str:
+    """Returns the memory that a plan lacks, for its row: "no: host 131 of 64 GiB"."""
+    if row.fits is not False:
+        return ""
+    needed, there = _lack(row, workload, capacity)
+    return f"no: {row.short_of} {_in_gib(needed)} of {_in_gib(there)} GiB"
 
 
 def _legend(workload: Workload, capacity: Capacity) -> str:
@@ -361,9 +366,14 @@ def _legend(workload: Workload, capacity: Capacity) -> str:
 
 def _why(row: PlanRow, workload: Workload, capacity: Capacity) -> str:
     """Returns a sentence about the memory that a plan lacks."""
+    needed, there = _lack(row, workload, capacity)
+    words = {"device": "on the device", "host": "in memory", "disk": "on disk"}[row.short_of]
+    return f"{row.estimate.name} needs {gib(needed)} {words}; {gib(there)} exist, a tenth of which stays free"
+
+
+def _lack(row: PlanRow, workload: Workload, capacity: Capacity) -> tuple[int, int]:
+    """Returns the bytes that a plan needs of the memory that it lacks, and the bytes that exist."""
     one, local = row.estimate, workload.local_ranks
     shared = one.host.total + (one.device.total if capacity.on_cpu else 0)
     needed = {"device": one.device.total, "host": shared * local, "disk": one.disk.total * local}[row.short_of]
-    there = {"device": capacity.device, "host": capacity.host, "disk": capacity.disk}[row.short_of] or 0
-    words = {"device": "on the device", "host": "in memory", "disk": "on disk"}[row.short_of]
-    return f"{one.name} needs {gib(needed)} {words}; {gib(there)} exist, a tenth of which stays free"
+    return needed, {"device": capacity.device, "host": capacity.host, "disk": capacity.disk}[row.short_of] or 0

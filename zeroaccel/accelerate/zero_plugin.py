@@ -315,11 +315,11 @@ class ZeroPlugin:
         if not (selected and self.zero3_init_flag):
             return
         self._transformers_config = _register_with_transformers(self.get_value("zero_optimization.offload_param", {}))
-        if self._transformers_config is None:
+        if self._transformers_config is None and (reason := _why_not_registered()):
             log_once(
                 30,
-                "zero3_init_flag: no effect, because transformers is not installed or `zeroaccel launch` did not start "
-                "the process; build the model inside `with plugin.zero3_init_context_manager(enable=True):`",
+                f"zero3_init_flag: no effect, because {reason}; build the model inside "
+                "`with plugin.zero3_init_context_manager(enable=True):`",
             )
 
     def _read(
@@ -499,6 +499,13 @@ def _register_with_transformers(offload: Mapping[str, Any]) -> object | None:
         section["offload_param"] = keys
     config: object = import_module("transformers.integrations").HfDeepSpeedConfig({"zero_optimization": section})
     return config
+
+
+def _why_not_registered() -> str:
+    """Returns the reason for a warning; "" without transformers, whose models alone the flag concerns."""
+    if find_spec("transformers") is None:
+        return ""
+    return "`import deepspeed` does not import zeroaccel here" if find_spec("accelerate") else "accelerate is missing"
 
 
 def _is_deepspeed_zeroaccel() -> bool:

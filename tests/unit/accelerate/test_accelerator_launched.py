@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from tests.support.refusals import refused
 from zeroaccel import Accelerator, DeepSpeedPlugin, DistributedType, ZeroPlugin
+from zeroaccel.accelerate import zero_plugin as plugin_module
 from zeroaccel.config.launch.launch_sources import LaunchedSettings, to_environment
 from zeroaccel.errors import ConfigError
 
@@ -214,3 +215,13 @@ def test_classes_that_travel_whole() -> None:
     tree = {"zero_optimization": {"stage": 3, "leaf_module": {"classes": ["Third"]}}}
     with pytest.raises(ConfigError, match=r"leaf_module.classes: \['Third'\] here, but \['Mixture'\] from ZeroPlugin"):
         ZeroPlugin(tree, transformer_moe_cls_names="Mixture")
+
+
+def test_the_reason_for_zero3_init_without_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing: set[str] = set()
+    monkeypatch.setattr(plugin_module, "find_spec", lambda name: None if name in missing else object())
+    assert plugin_module._why_not_registered() == "`import deepspeed` does not import zeroaccel here"
+    missing.add("accelerate")
+    assert plugin_module._why_not_registered() == "accelerate is missing"
+    missing.add("transformers")
+    assert plugin_module._why_not_registered() == ""

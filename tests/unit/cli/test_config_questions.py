@@ -437,3 +437,15 @@ def test_tables_fit_80_columns_and_the_picked_row_answers(tmp_path: Path) -> Non
     assert len([line for line in tables.lines if "a tenth of device" in line]) == 1
     answers = complete({"num_processes": 4}, machine, former=plan.answers).answers
     assert (answers["zero_stage"], answers["pp_size"]) == (plan.answers["zero_stage"], 4)
+
+
+def test_a_plan_that_does_not_fit_says_by_how_much() -> None:
+    from zeroaccel.cli.config.memory_plan import _short
+    from zeroaccel.estimate import Capacity, Workload, plan_table
+
+    workload, capacity = Workload(ranks=2, sequence=64), Capacity(device=2**20, host=2**30)
+    row = plan_table("1m", workload, capacity)[0]
+    assert row.short_of == "device"
+    assert _short(row, workload, capacity).startswith("no: device 0.0")
+    assert _short(row, workload, capacity).endswith(" GiB")
+    assert _short(plan_table("1m", workload, Capacity())[0], workload, Capacity()) == ""
