@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from zeroaccel import Accelerator, DummyOptim, DummyScheduler, ZeroPlugin, zero
-from zeroaccel.offload.page_locked import free_nbytes
+from zeroaccel.offload import free_nbytes
 
 HOST_NBYTES = 2 + (2 + 1 / 8) + (2 + 2 / 32) + 2
 """Bytes per parameter: bf16 weight, residual of its master, two moments with an exponent per 32, bf16 gradient."""

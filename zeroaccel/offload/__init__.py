@@ -5,3 +5,7 @@ optimizers. `tier.py` defines a tier, `nvme.py` is the one in a file, over `file
 `offload_folder.py` (checks of the folder); `host_buffers.py` provides the memory that files are read into.
 `activation_store.py` stores the inputs of recomputed functions; `device_lane.py` is the GPU half of a hybrid step.
 """
+
+from zeroaccel.offload.page_locked import free_nbytes
+
+__all__ = ["free_nbytes"]

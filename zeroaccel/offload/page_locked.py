@@ -17,7 +17,6 @@ import resource
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor
 
 from zeroaccel.logs import logger
+from zeroaccel.ops.device_threads import CPU, executor
 
 _PORTABLE = 1  # cudaHostRegisterPortable: locked for every device of the process
 _GIGA = 1e9
@@ -81,7 +81,9 @@ def _populate(address: int, nbytes: int) -> None:
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     span = -(-nbytes // (count * _HUGE_PAGE)) * _HUGE_PAGE
     spans = [(address + start, min(span, nbytes - start)) for start in range(0, nbytes, span)]
-    with ThreadPoolExecutor(count) as threads:  # a kernel that cannot do this leaves the pages to the runtime
+    with executor(
+        count, "zeroaccel-pages", CPU
+    ) as threads:  # a kernel that cannot do this leaves the pages to the runtime
         list(threads.map(lambda part: madvise(*part, _POPULATE_WRITE), spans))
 
 
