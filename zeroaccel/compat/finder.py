@@ -131,9 +131,20 @@ def _saving_states(original: Any) -> Any:
     return train
 
 
+def _rows_on_any_device(original: Any) -> Any:
+    """Returns a method that reads rows of a sharded weight; PEFT's own requires CUDA at stage 3."""
+
+    @functools.wraps(original)
+    def collect(layer: Any, weight: Any, rows: Any, embed_dim: int) -> Any:
+        return weight.detach()[rows].clone()
+
+    return collect
+
+
 _PATCHED: Mapping[str, tuple[str, str, Callable[[Any], Any]]] = {
     "transformers.modeling_utils": ("PreTrainedModel", "from_pretrained", _sharded_while_loading),
     "transformers.trainer": ("Trainer", "train", _saving_states),
+    "peft.tuners.trainable_tokens.layer": ("TrainableTokensLayer", "_collect_token_weights", _rows_on_any_device),
 }
 """Module -> (class, method, function that returns its replacement)."""
 

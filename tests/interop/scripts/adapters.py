@@ -180,12 +180,12 @@ def _corda(mode: str, folder: Path) -> Mapping[str, Any]:
     settings, model = arguments(mode, folder), _model()
     torch.manual_seed(7)
     config = _config("LORA", init_lora_weights="corda", corda_config=CordaConfig(corda_method="kpm"))
-    batches = list(torch.utils.data.DataLoader(_samples("causal"), batch_size=4))
+    batches = list(torch.utils.data.DataLoader(_samples("causal"), batch_size=1))
 
     @torch.no_grad()
     def run() -> None:
         for batch in batches:
-            model(**batch)
+            model(input_ids=batch["input_ids"])
 
     preprocess_corda(model, config, run_model=run)
     return _run(settings, peft.get_peft_model(model, config), folder)

@@ -63,7 +63,8 @@ def _case(name: str, source: Path) -> beside_ddp.Case:
         batch = torch.load(source / "batch.pt")
         rank = int(os.environ["RANK"])
         if mode == "ddp":
-            accelerator = accelerate.Accelerator(cpu=True)
+            unused = accelerate.DistributedDataParallelKwargs(find_unused_parameters=True)
+            accelerator = accelerate.Accelerator(cpu=True, kwargs_handlers=[unused])
         else:
             config = {
                 **(zero_config(mode) or {}),
