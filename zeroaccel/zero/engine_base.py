@@ -563,7 +563,7 @@ class EngineBase(nn.Module):
         self._check_usable()
         if self._coordinator.on_demand is not None:
             raise EngineStateError("backward inside engine.gathered()", fix="train outside it; it is for inference")
-            # Gradients only pass through a frozen model: its parameters are unsharded, and there is nothing to reduce.
+        # Gradients only pass through a frozen model: its parameters are unsharded, and there is nothing to reduce.
         collects = self._integrity.collects_gradients()
         if collects and direct and self.settings.loss_scaled:
             raise EngineStateError(

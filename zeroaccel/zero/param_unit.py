@@ -143,7 +143,7 @@ class FlatBuffer:
         """
         if source.dtype is torch.float64 and self.dtype.itemsize < 4:
             source = source.float()  # rounds through the fp32 master, as every step does
-            # Weights before masters: masters may share the memory of the weights, but must not get rounded values.
+        # Weights before masters: masters may share the memory of the weights, but must not get rounded values.
         self.full.copy_(source)
         self.store_in(shard, masters)
         if not self.persistent:
