@@ -57,11 +57,11 @@ ENVIRONMENT_READERS = {
 # Folder -> its limit of code lines. A commit that raises a limit states the reason.
 MAX_CODE_LINES: Mapping[str, int] = {
     "": 870,
-    "accelerate": 4180,
+    "accelerate": 4192,
     "checkpoint": 6072,
     "cli": 7351,
     "comm": 3804,
-    "compat": 3260,
+    "compat": 3263,
     "config": 4180,
     "data": 855,
     "estimate": 1988,
