@@ -11,7 +11,7 @@ import torch
 from pydantic import model_validator
 
 from zeroaccel.compat.assertions import asserting
-from zeroaccel.compat.deepspeed_init import from_library
+from zeroaccel.compat.library_config import from_library
 from zeroaccel.compat.surface import QUESTIONS
 from zeroaccel.config import load_config, solve_batch
 from zeroaccel.config.normalize import NormalizedConfig
@@ -139,9 +139,7 @@ class DeepSpeedConfig:
         joined = torch.distributed.is_initialized()
         self.world_size = torch.distributed.get_world_size() if joined else 1
         self.global_rank = torch.distributed.get_rank() if joined else 0
-        self.config = load_config(
-            from_library(config) if isinstance(config, Mapping) else config, unknown_keys="lenient"
-        )
+        self.config = load_config(from_library(config), unknown_keys="lenient")
         sizes = solve_batch(self.config, self.world_size)
         self.monitor_config = self.config
         self.train_batch_size = sizes.train

@@ -30,16 +30,16 @@ from zeroaccel.compat.assertions import asserting
 from zeroaccel.compat.deepspeed_calls import MonitorMaster, StepThroughput
 from zeroaccel.compat.deepspeed_checkpoints import plain_client_state
 from zeroaccel.compat.deepspeed_comm import get_local_rank, require_process_group
-from zeroaccel.compat.deepspeed_init import from_library
 from zeroaccel.compat.deepspeed_pipe import PipelineModule
 from zeroaccel.compat.finder import VERSION
 from zeroaccel.compat.leaf_modules import mark_configured, mark_parameters, marked_names
+from zeroaccel.compat.library_config import from_library
 from zeroaccel.compat.parameters import ParameterOffload, attach
 from zeroaccel.compat.stubs import check_expert_marks, note_expert_groups
 from zeroaccel.compat.surface import ABSENT_MEMBERS, QUESTIONS
 from zeroaccel.config import Config, load_config
 from zeroaccel.config.diagnostics import at
-from zeroaccel.config.document import read_document
+from zeroaccel.config.document import Document
 from zeroaccel.config.parallel import ParallelConfig, with_config_axes
 from zeroaccel.data import build_dataloader
 from zeroaccel.errors import ConfigError, EngineStateError, UsageError, listed
@@ -698,7 +698,7 @@ def tp_model_init(
     for name, value in kwargs.items():
         if value is not None:
             raise UsageError(f"deepspeed.tp_model_init({name})", expected="None", got=value, fix="remove this argument")
-    parallel = None if config is None else with_config_axes(read_document(config).tree, None)
+    parallel = None if config is None else with_config_axes(from_library(config).tree, None)
     if config is not None and tp_size != (1 if parallel is None else parallel.tp):
         raise UsageError(
             "deepspeed.tp_model_init(tp_size)",
@@ -726,12 +726,12 @@ def _take_over(model: object) -> None:
         _ENGINES.discard(engine)
 
 
-def _batch_of_samplers(config: Any) -> Any:
+def _batch_of_samplers(config: Document) -> Document:
     """Corrects a total batch size that a library computed over all ranks to the ranks with different samples.
 
     accelerate and transformers fill "auto" in this way, even if ranks share layers. Other values remain unchanged.
     """
-    tree = config if isinstance(config, Mapping) else read_document(config).tree
+    tree = config.tree
     parallel = with_config_axes(tree, None)
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     total, micro, steps = (tree.get(name) for name in names)
@@ -739,7 +739,7 @@ def _batch_of_samplers(config: Any) -> Any:
         return config
     if total != micro * steps * torch.distributed.get_world_size():
         return config
-    return {**tree, "train_batch_size": total // (parallel.tp * parallel.sp)}
+    return replace(config, tree={**tree, "train_batch_size": total // (parallel.tp * parallel.sp)})
 
 
 def _parallel_of(mpu: Any, model: nn.Module) -> ParallelConfig | None:
@@ -777,7 +777,7 @@ def _parallel_of(mpu: Any, model: nn.Module) -> ParallelConfig | None:
     return ParallelConfig(sp=sequence)
 
 
-def _config_of(config: Any, config_params: Any, from_args: Any) -> Any:
+def _config_of(config: Any, config_params: Any, from_args: Any) -> Document:
     """Returns the config from the only argument that has it."""
     sources = {"config": config, "config_params": config_params, "args.deepspeed_config": from_args}
     names = [name for name, value in sources.items() if value is not None]
@@ -788,23 +788,17 @@ def _config_of(config: Any, config_params: Any, from_args: Any) -> Any:
             got=" and ".join(names) or None,
             fix="pass a dict or a path" if not names else f"keep {names[0]} only",
         )
-    return sources[names[0]]
+    return from_library(sources[names[0]])
 
 
-def _with_arguments(config: Any, model: nn.Module, optimizer: Any, lr_scheduler: Any) -> Any:
-    """Applies the other arguments to the config; without effect, returns it unchanged, with the places of its keys.
+def _with_arguments(config: Document, model: nn.Module, optimizer: Any, lr_scheduler: Any) -> Document:
+    """Applies the other arguments to the config.
 
     Adds marked leaf modules to the config's. Removes the sections of an optimizer and a scheduler that are passed in,
     since DeepSpeed ignores them.
     """
     leaves = marked_names(model)
-    if not isinstance(config, Mapping):
-        tree = read_document(config).tree
-        sections = {"optimizer": optimizer, "scheduler": lr_scheduler}
-        if not leaves and not any(section in tree for section, passed in sections.items() if passed is not None):
-            return config
-        config = tree
-    settings = from_library(config)
+    settings = config.tree
     for section, passed in (("optimizer", optimizer), ("scheduler", lr_scheduler)):
         if passed is not None and (settings.get(section) or {}).get("type") is not None:
             logger.warning("%s: ignores the config's section, since initialize got one as an argument", section)
@@ -812,4 +806,4 @@ def _with_arguments(config: Any, model: nn.Module, optimizer: Any, lr_scheduler:
     if leaves:
         leaf = settings.setdefault("zero_optimization", {}).setdefault("leaf_module", {})
         leaf["names"] = [*leaf.get("names", []), *leaves]
-    return settings
+    return config
