@@ -260,7 +260,8 @@ class FlatBuffer:
             False if uses of some parameter would not be noticed, because its class has no checks.
         """
         if moves or self.persistent:
-            self.store_in(MemoryShard(self.place(), self.shard.read(self.own).clone()))
+            place = self.place(copies=self.shard.copies)  # the copy may be in host memory, and the gather on a device
+            self.store_in(MemoryShard(place, self.shard.read(self.own).clone()))
         self.shard.secondary.drop()
         self.on_read = on_read
         for use in self._uses:
