@@ -296,8 +296,9 @@ def gradients(stage: str, folder: Path) -> dict[str, Any]:
             norms = torch.stack([gradient.norm() for gradient in found])
             read.append([norms.norm().item(), *(norms / norms.norm()).tolist()])
 
+    model = written(folder)
     settings = arguments(folder, config(stage), max_grad_norm=0.5)
-    run = Trainer(model=written(folder)(), args=settings, train_dataset=Samples(32, tokens), callbacks=[Reader()])
+    run = Trainer(model=model(), args=settings, train_dataset=Samples(32, tokens), callbacks=[Reader()])
     run.train()
     logged = [float(entry["grad_norm"]) for entry in run.state.log_history if "grad_norm" in entry]
     return outcome(run, read=read, grad_norms=logged)
