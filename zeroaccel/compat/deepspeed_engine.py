@@ -6,12 +6,13 @@ beyond the engine's own.
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -34,7 +35,7 @@ from zeroaccel.compat.deepspeed_pipe import PipelineModule
 from zeroaccel.compat.finder import VERSION
 from zeroaccel.compat.leaf_modules import mark_configured, mark_parameters, marked_names
 from zeroaccel.compat.library_config import from_library
-from zeroaccel.compat.parameters import ParameterOffload, attach
+from zeroaccel.compat.parameters import ParameterOffload, attach, watch_gradients
 from zeroaccel.compat.stubs import check_expert_marks, note_expert_groups
 from zeroaccel.compat.surface import ABSENT_MEMBERS, QUESTIONS
 from zeroaccel.config import Config, load_config
@@ -62,6 +63,8 @@ class DeepSpeedMembers(EngineBase):
     """
 
     training_dataloader: DataLoader[Any] | None = None
+    _postpones_updates = False
+    _is_step_due = False
     _gathered_state: tuple[int, Callable[[], dict[str, Tensor] | None]] = (0, lambda: None)
     _loss_is_scaled = False
 
@@ -127,10 +130,42 @@ class DeepSpeedMembers(EngineBase):
         if self._refuses_unused and self._step.num_backwards and self.is_gradient_accumulation_boundary():
             self._check_all_used()
         skipped, steps = self.skipped_steps, self.global_steps
+        self._is_step_due = False
         super().run_step()
         if (timer := vars(self).get("tput_timer")) is not None:
             timer.stop(global_step=self.global_steps > steps)
         self.optimizer.overflow = self.skipped_steps > skipped
+
+    @contextmanager
+    def postponing_updates(self) -> Iterator[None]:
+        """Makes `step()` at a boundary only examine the gradients, and leave the update to `finish_step()`.
+
+        accelerate updates inside its `backward`. Until the loop calls `optimizer.step()`, it may read gradients and
+        norm, as with DDP.
+        """
+        self._postpones_updates = True
+        try:
+            yield
+        finally:
+            self._postpones_updates = False
+
+    def _postpone_step(self) -> None:
+        self._require_gradients("step")
+        self._check_gradients(norm=self.settings.compute_norm or self.settings.clipping > 0)
+        self._is_step_due = True
+
+    def finish_step(self) -> None:
+        """Runs the update that `step()` postponed, if there is one. (all ranks)"""
+        if self._is_step_due:
+            self.run_step()
+
+    def get_global_grad_norm(self) -> float | None:
+        """Returns the norm like `EngineBase.get_global_grad_norm`; before a postponed update, of its gradients."""
+        check = None if self._boundary is None else self._boundary.check
+        if not self._is_step_due or check is None:
+            return super().get_global_grad_norm()
+        stats = self._require_boundary("step").read(check, self.global_steps)
+        return stats.unscaled_norm(self.loss_scale.value)
 
     def count_micro_step(self) -> None:
         """Counts like `Engine.count_micro_step`, but increases `global_samples` by whole steps, like DeepSpeed."""
@@ -577,7 +612,10 @@ class DeepSpeedEngine(DeepSpeedMembers, Engine, metaclass=_EngineKind):
         """
         if lr_kwargs:
             raise UsageError("engine.step(lr_kwargs)", expected="none", got=dict(lr_kwargs))
-        super().step()
+        if self._postpones_updates and self.is_gradient_accumulation_boundary():
+            self._postpone_step()
+        else:
+            super().step()
 
 
 class DeepSpeedPipelineEngine(PipelineEngine, DeepSpeedMembers):
@@ -595,6 +633,25 @@ class DeepSpeedPipelineEngine(PipelineEngine, DeepSpeedMembers):
         """Does nothing: the engine detects a new shape of batches."""
 
 
+def _after_due_step(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs a postponed update before `call`, for loops that call `accelerator.backward` and no `optimizer.step`."""
+
+    @functools.wraps(call)
+    def finishing(engine: DeepSpeedMembers, *args: Any, **kwargs: Any) -> Any:
+        if engine._is_step_due:
+            transformers_calls.update_in_backward(engine)
+            engine.finish_step()
+        return call(engine, *args, **kwargs)
+
+    return finishing
+
+
+for _call in (
+    *("run_forward", "_begin_backward", "zero_grad", "state_dict", "load_state_dict", "destroy", "load_checkpoint"),
+    *("save_checkpoint", "save_model", "save_16bit_model", "consolidated_state_dict", "_consolidated_16bit_state_dict"),
+    "_zero3_consolidated_16bit_state_dict",
+):
+    setattr(DeepSpeedMembers, _call, _after_due_step(getattr(DeepSpeedMembers, _call)))
 for _engine in (DeepSpeedEngine, DeepSpeedPipelineEngine):
     for _call in ("forward", "backward", "step", "train_batch", "eval_batch", "save_checkpoint", "load_checkpoint"):
         if hasattr(_engine, _call):
@@ -670,6 +727,7 @@ def initialize(
     mark_parameters(model)
     if engine.settings.plan.params:
         attach(engine.registry)
+    watch_gradients()
     transformers_calls.attach(engine)
     trainer_states.attach(engine)
     note_expert_groups(engine.optimizer)

@@ -61,7 +61,7 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "checkpoint": 6072,
     "cli": 7351,
     "comm": 3804,
-    "compat": 3293,
+    "compat": 3403,
     "config": 4180,
     "data": 855,
     "estimate": 1988,
