@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from itertools import zip_longest
 from typing import Any
@@ -333,11 +333,25 @@ def _recomputation(model: nn.Module, config: Config) -> Recomputation | None:
 def _loader(job: JobSpec, config: Config, batch: BatchSizes, ranks: JobRanks) -> DataLoader[Any] | None:
     if job.training_data is None:
         return None
-    return build_dataloader(
+    loader = build_dataloader(
         job.training_data,
         batch.micro,
         ranks.sampler,
         ranks.samplers.value,
         collate_fn=job.collate_fn,
         drop_last=config.dataloader_drop_last,
+    )
+    items = len(job.training_data) if isinstance(job.training_data, Sized) else batch.train
+    if items < batch.train:
+        epochs = -(-batch.accumulation // len(loader))
+        log_once(logging.WARNING, _few_items(items, batch, ranks.samplers.value, epochs))
+    return loader
+
+
+def _few_items(items: int, batch: BatchSizes, samplers: int, epochs: int) -> str:
+    sizes = f"{batch.micro} per micro-batch, {batch.accumulation} micro-batches per step, {samplers} ranks"
+    effect = f"a step reads {epochs} epochs" if epochs > 1 else "every step has fewer items"
+    return (
+        f"training_data: {items} items, fewer than the {batch.train} of one step ({sizes}): {effect}; lower "
+        "train_micro_batch_size_per_gpu or gradient_accumulation_steps, or use fewer processes"
     )
