@@ -56,12 +56,12 @@ ENVIRONMENT_READERS = {
 
 # Folder -> its limit of code lines. A commit that raises a limit states the reason.
 MAX_CODE_LINES: Mapping[str, int] = {
-    "": 870,
-    "accelerate": 4180,
+    "": 880,
+    "accelerate": 4195,
     "checkpoint": 6072,
     "cli": 7351,
-    "comm": 3804,
-    "compat": 3260,
+    "comm": 3850,
+    "compat": 3295,
     "config": 4180,
     "data": 855,
     "estimate": 1988,
