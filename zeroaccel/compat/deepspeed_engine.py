@@ -30,7 +30,7 @@ from zeroaccel.compat.assertions import asserting
 from zeroaccel.compat.deepspeed_calls import MonitorMaster, StepThroughput
 from zeroaccel.compat.deepspeed_checkpoints import plain_client_state
 from zeroaccel.compat.deepspeed_comm import get_local_rank, require_process_group
-from zeroaccel.compat.deepspeed_init import from_library
+from zeroaccel.compat.deepspeed_init import from_library, with_clipping
 from zeroaccel.compat.deepspeed_pipe import PipelineModule
 from zeroaccel.compat.finder import VERSION
 from zeroaccel.compat.leaf_modules import mark_configured, mark_parameters, marked_names
@@ -646,6 +646,7 @@ def initialize(
     from_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     source = _batch_of_samplers(_config_of(config, config_params, from_args))
     source = _with_arguments(source, model, optimizer, lr_scheduler)
+    source = with_clipping(source, has_optimizer=optimizer is not None)
     check_expert_marks(model)
     _take_over(model)
     plan, engine = start(

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import copy
 import enum
+import logging
 import math
+import os
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -21,10 +24,13 @@ from zeroaccel.compat.assertions import asserting
 from zeroaccel.compat.parameters import attach, attach_whole
 from zeroaccel.config import load_config
 from zeroaccel.config.diagnostics import at, put
+from zeroaccel.config.document import Document, read_document
 from zeroaccel.errors import ConfigError, UsageError
+from zeroaccel.logs import log_note
 from zeroaccel.zero import GatheredParameters
 from zeroaccel.zero.access.deferred_init import Init as OwnInit
 
+_CLIPPING = 1.0  # DeepSpeed's default since 0.19.3
 _SECTIONS = ("zero_optimization", "optimizer", "scheduler", "fp16", "bf16")
 
 
@@ -161,6 +167,29 @@ def from_library(config: Mapping[str, Any]) -> dict[str, Any]:
     if tree.get("steps_per_print") == math.inf:
         del tree["steps_per_print"]
     return tree
+
+
+def with_clipping(config: Mapping[str, Any] | str | os.PathLike[str], *, has_optimizer: bool = False) -> Document:
+    """Reads a config and adds DeepSpeed's clipping if it sets none: gradients are clipped at norm 1.0.
+
+    accelerate omits the key if a launcher or its environment asks for 0; then nothing is clipped.
+
+    Args:
+        has_optimizer: an optimizer is passed, so that the note is logged; else, if the config names one.
+    """
+    document = read_document(from_library(config) if isinstance(config, Mapping) else config)
+    if document.tree.get("gradient_clipping", "auto") != "auto":
+        return document
+    asked = os.environ.get("ACCELERATE_GRADIENT_CLIPPING", "")
+    norm = 0.0 if asked.strip() in ("0", "0.0") else _CLIPPING
+    if norm and (has_optimizer or document.tree.get("optimizer")):
+        log_note(
+            logging.WARNING,
+            f"gradient_clipping: not in the config, so gradients are clipped at norm {norm}, as DeepSpeed clips since "
+            "0.19.3; set it to this norm, or to 0 to clip nothing",
+        )
+    places = {("gradient_clipping",): "DeepSpeed's default", **document.places}
+    return replace(document, tree={**document.tree, "gradient_clipping": norm}, places=places)
 
 
 def _values(tree: Any) -> Any:
