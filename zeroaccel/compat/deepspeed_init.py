@@ -175,7 +175,7 @@ def with_clipping(config: Mapping[str, Any] | str | os.PathLike[str], *, has_opt
     accelerate omits the key if a launcher or its environment asks for 0; then nothing is clipped.
 
     Args:
-        has_optimizer: an optimizer is passed, so that the note is logged; else, if the config names one.
+        has_optimizer: log a note, as for a config with an optimizer.
     """
     document = read_document(from_library(config) if isinstance(config, Mapping) else config)
     if document.tree.get("gradient_clipping", "auto") != "auto":

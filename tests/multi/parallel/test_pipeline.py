@@ -347,6 +347,20 @@ def test_a_pipeline_module_of_deepspeed(ranks: Ranks, partition: str, stages: in
     require_same(ranks(stages).run(facade, settings, stages, partition), whole)
 
 
+def _tied_with_a_bias(settings: Mapping[str, Any]) -> str:
+    layers = [TiedLayerSpec("k", nn.Linear, 8, 8), LayerSpec(nn.Linear, 8, 8), TiedLayerSpec("k", nn.Linear, 8, 8)]
+    model = PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss, partition_method="uniform")
+    with pytest.raises(UsageError) as caught:
+        initialize(model=model, config=dict(settings))
+    return str(caught.value)
+
+
+def test_a_tie_of_several_parameters_is_named_by_its_key(ranks: Ranks) -> None:
+    for said in ranks(2).run(_tied_with_a_bias, config(1, "fp32", MICRO_BATCHES, optimizer=SGD)):
+        assert said.startswith("TiedLayerSpec('k'): parameter 0.module.weight: expected a tied module")
+        assert "2 parameters: module.weight, module.bias" in said
+
+
 # -- checkpoints
 
 
