@@ -403,6 +403,7 @@ def plugins(stage: str, folder: Path) -> dict[str, Any]:
                 name: DeepSpeedPlugin(
                     {
                         "train_micro_batch_size_per_gpu": 2,
+                        "gradient_clipping": 0.0,
                         "zero_optimization": {"stage": its_stage, "stage3_param_persistence_threshold": 0},
                     }
                 )
@@ -443,6 +444,7 @@ def saves(stage: str, folder: Path) -> dict[str, Any]:
         deepspeed_plugin=DeepSpeedPlugin(
             {
                 "train_micro_batch_size_per_gpu": 2,
+                "gradient_clipping": 0.0,
                 "gradient_accumulation_steps": 1,
                 "zero_optimization": {"stage": int(stage), "stage3_param_persistence_threshold": 0},
             },

@@ -34,7 +34,7 @@ from zeroaccel.compat.deepspeed_comm import get_local_rank, require_process_grou
 from zeroaccel.compat.deepspeed_pipe import PipelineModule
 from zeroaccel.compat.finder import VERSION
 from zeroaccel.compat.leaf_modules import mark_configured, mark_parameters, marked_names
-from zeroaccel.compat.library_config import from_library
+from zeroaccel.compat.library_config import from_library, with_clipping
 from zeroaccel.compat.parameters import ParameterOffload, attach, watch_gradients
 from zeroaccel.compat.stubs import check_expert_marks, note_expert_groups
 from zeroaccel.compat.surface import ABSENT_MEMBERS, QUESTIONS
@@ -703,6 +703,7 @@ def initialize(
     from_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     source = _batch_of_samplers(_config_of(config, config_params, from_args))
     source = _with_arguments(source, model, optimizer, lr_scheduler)
+    source = with_clipping(source, has_optimizer=optimizer is not None)
     check_expert_marks(model)
     _take_over(model)
     plan, engine = start(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import logging
 import math
 import os
 from collections.abc import Mapping
@@ -20,7 +21,9 @@ from zeroaccel.config.auto_values import after
 from zeroaccel.config.diagnostics import at, put
 from zeroaccel.config.document import Document, key_paths, read_document
 from zeroaccel.errors import ConfigError
+from zeroaccel.logs import log_note
 
+_CLIPPING = 1.0  # DeepSpeed's default since 0.19.3
 _SECTIONS = ("zero_optimization", "optimizer", "scheduler", "fp16", "bf16")
 
 
@@ -77,6 +80,31 @@ def from_library(config: Mapping[str, Any] | str | os.PathLike[str] | Config) ->
         if at(document.tree, path) == "auto" and at(tree, path) != "auto":
             places[path] = after(places.get(path), '"auto", which the program filled in')
     return replace(document, tree=tree, places=places)
+
+
+def with_clipping(
+    config: Mapping[str, Any] | str | os.PathLike[str] | Config | Document, *, has_optimizer: bool = False
+) -> Document:
+    """Reads a config and adds DeepSpeed's clipping if it sets none: gradients are clipped at norm 1.0.
+
+    accelerate omits the key if a launcher or its environment asks for 0; then nothing is clipped.
+
+    Args:
+        has_optimizer: log a note, as for a config with an optimizer.
+    """
+    document = config if isinstance(config, Document) else from_library(config)
+    if document.tree.get("gradient_clipping", "auto") != "auto":
+        return document
+    asked = os.environ.get("ACCELERATE_GRADIENT_CLIPPING", "")
+    norm = 0.0 if asked.strip() in ("0", "0.0") else _CLIPPING
+    if norm and (has_optimizer or document.tree.get("optimizer")):
+        log_note(
+            logging.WARNING,
+            f"gradient_clipping: not in the config, so gradients are clipped at norm {norm}, as DeepSpeed clips since "
+            "0.19.3; set it to this norm, or to 0 to clip nothing",
+        )
+    places = {("gradient_clipping",): "DeepSpeed's default", **document.places}
+    return replace(document, tree={**document.tree, "gradient_clipping": norm}, places=places)
 
 
 def _values(tree: Any) -> Any:

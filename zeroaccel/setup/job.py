@@ -58,7 +58,7 @@ class JobSpec:
     lr_scheduler: Any = None
     training_data: Any = None
     collate_fn: Callable[..., Any] | None = None
-    config: ConfigSource | None = None
+    config: ConfigSource | Document | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
     facts: Facts = field(default_factory=Facts)
     unknown_keys: UnknownKeys = "standard"

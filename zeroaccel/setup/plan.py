@@ -28,9 +28,10 @@ from zeroaccel.config import (
     solve_batch,
     tier_plan,
 )
+from zeroaccel.config.document import Document
 from zeroaccel.data import build_dataloader
 from zeroaccel.errors import ConfigError, UsageError, listed
-from zeroaccel.logs import log_once, logger, set_log_level
+from zeroaccel.logs import log_note, log_once, logger, set_log_level
 from zeroaccel.optim.rank_facts import require_same
 from zeroaccel.setup.compilation import Compilation, compilation_of
 from zeroaccel.setup.job import JobSpec
@@ -264,6 +265,15 @@ def _config(job: JobSpec, ranks: JobRanks) -> Config:
         training=job.facts.training or job.optimizer is not None,
     )
     config = load_config(job.document, sources=job.sources or None, facts=facts, unknown_keys=job.unknown_keys)
+    document = job.document
+    is_text = isinstance(document, Document) and bool(document.places)
+    trains = facts.training or config.optimizer is not None
+    if trains and is_text and "gradient_clipping" not in config.model_fields_set:
+        log_note(
+            logging.INFO,
+            "gradient_clipping: not in the config, so gradients are not clipped (DeepSpeed clips at norm 1.0 since "
+            "0.19.3); set it to a norm, or to 0",
+        )
     peer = config.checkpoint.peer
     if peer is not None and peer.enabled and not job.loop.resumes:
         raise ConfigError(
