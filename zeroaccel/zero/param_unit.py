@@ -484,7 +484,9 @@ class ParamUnit:
             if not buffer.persistent:
                 buffer.shown.add(index)
         try:
-            label = f"unshard the rest of {self.name}" if in_loop else f"unshard {len(wanted)} of {self.name}"
+            names = [buffer.layout.slots[index].fqn for buffer, index in wanted]
+            some = names[0] if len(names) == 1 else f"{len(names)} of {self.name}"
+            label = f"unshard the rest of {self.name}" if in_loop else f"unshard {some}"
             for work in self._gather_missing(label, every=in_loop and is_missing):
                 work.wait()
         except BaseException:

@@ -111,7 +111,17 @@ _SHARED: dict[str, dict[str, Any]] = {
     "LoraConfig": {"r": 2, "modules_to_save": ["head"], "use_dora": True},
     "VeraConfig": {"r": 2},
     "IA3Config": {"feedforward_modules": ["second"], "init_ia3_weights": False},
+    "PromptEncoderConfig": {"task_type": "CAUSAL_LM", "num_virtual_tokens": 2, "encoder_hidden_size": 8},
+    "TrainableTokensConfig": {"token_indices": [3, 5]},
 }
+_OF_TOKENS = ("PromptEncoderConfig", "TrainableTokensConfig")
+
+
+def _language_model() -> Any:
+    import transformers
+
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=2))
 
 
 def _saved_at(stage: int, method: str, folder: Path) -> tuple[list[float], dict[str, Tensor]]:
@@ -122,17 +132,16 @@ def _saved_at(stage: int, method: str, folder: Path) -> tuple[list[float], dict[
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
     torch.manual_seed(0)
     with zero.Init(enabled=stage == 3, config_dict_or_path=config):
-        model = Network("")
+        model = _language_model() if method in _OF_TOKENS else Network("")
     torch.manual_seed(1)
+    targets = {"target_modules": ["first", "second"]} if method not in _OF_TOKENS else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        adapted = peft.get_peft_model(
-            model, getattr(peft, method)(target_modules=["first", "second"], **_SHARED[method])
-        )
+        adapted = peft.get_peft_model(model, getattr(peft, method)(**targets, **_SHARED[method]))
     engine = _engine(adapted, stage)
     pretrained_saving.attach(engine)
     try:
-        losses = _steps(engine, 2)
+        losses = _token_steps(engine) if method in _OF_TOKENS else _steps(engine, 2)
         rank = torch.distributed.get_rank()
         adapted.save_pretrained(folder / f"{stage}", is_main_process=rank == 0, save_embedding_layers=False)
         torch.distributed.barrier()
@@ -140,6 +149,11 @@ def _saved_at(stage: int, method: str, folder: Path) -> tuple[list[float], dict[
     finally:
         pretrained_saving.detach()
         engine.destroy()
+
+
+def _token_steps(engine: Any) -> list[float]:
+    tokens = torch.arange(12).view(2, 6)
+    return [train_step(engine, engine(input_ids=tokens, labels=tokens).loss) for _ in range(2)]
 
 
 @pytest.mark.parametrize("method", _SHARED)

@@ -317,6 +317,8 @@ def _advice(
     if silent:
         look = f"Look at the end of the output of {names(silent)}; a process out of memory is killed without a message"
         return f"{look}. Or the network to {', '.join(hosts)} is cut." if hosts else f"{look}."
+    if used := _used_outside_passes(states, names):
+        return used
     if exited:
         return f"Give every rank the same number of steps; {names(exited)} had fewer."
     if outside:
@@ -327,6 +329,21 @@ def _advice(
     return (
         "The ranks took different paths: look for a branch that some of them did not take, and for a save, an "
         "evaluation or a step under `if rank == 0`."
+    )
+
+
+def _used_outside_passes(states: Iterable[RankState], names: Names) -> str:
+    """Returns advice if ranks wait to gather parameters that no forward or backward needs; else ""."""
+    ranks = [
+        state.rank
+        for state in states
+        if (call := state.waiting) and call.kind == "gather" and call.label.startswith("unshard ") and not call.phase
+    ]
+    if not ranks:
+        return ""
+    return (
+        f"All ranks must read, write or save a sharded parameter together, or inside one zero.GatheredParameters: look "
+        f"for a use of it that only {names(ranks)} {'make' if len(ranks) > 1 else 'makes'}, as under `if rank == 0`."
     )
 
 
