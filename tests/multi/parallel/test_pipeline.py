@@ -21,7 +21,7 @@ from zeroaccel.checkpoint.consolidate import get_fp32_state_dict_from_zero_check
 from zeroaccel.compat.deepspeed_engine import initialize
 from zeroaccel.compat.deepspeed_pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from zeroaccel.config.parallel import ParallelConfig, PipelineConfig
-from zeroaccel.errors import ZeroAccelError
+from zeroaccel.errors import UsageError, ZeroAccelError
 
 transformers = pytest.importorskip("transformers")
 pytestmark = NEEDS_STAGES
@@ -357,7 +357,7 @@ def _tied_with_a_bias(settings: Mapping[str, Any]) -> str:
 
 def test_a_tie_of_several_parameters_is_named_by_its_key(ranks: Ranks) -> None:
     for said in ranks(2).run(_tied_with_a_bias, config(1, "fp32", MICRO_BATCHES, optimizer=SGD)):
-        assert said.startswith("TiedLayerSpec('k'): parameter 0.module.weight: expected a tied module")
+        assert said.startswith("TiedLayerSpec('k'): 0.module.weight: expected a tied module")
         assert "2 parameters: module.weight, module.bias" in said
 
 
