@@ -467,8 +467,8 @@ def _shared_by_stages(name: str, tie: nn.Module | None) -> UsageError:
     if tie is not None:
         own = dict(tie.named_parameters())
         return UsageError(
-            f"{tie.shared_by}: parameter {name}",
-            expected="a tied module with one parameter, in one layer of each of two stages; or its layers on one stage",
+            f"{tie.shared_by}: {name}",
+            expected="a tied module with one parameter, used once by each of two stages, or by one stage",
             got=f"a module with {len(own)} parameters: {listed(list(own))}"
             if len(own) > 1
             else "use by more layers or stages",

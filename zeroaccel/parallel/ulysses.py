@@ -481,8 +481,8 @@ def _filled_cache(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     Caches of transformers are recognized in any argument, and tuples of tensors by the names that models give them.
     """
     names = list(inspect.signature(model.forward).parameters) if len(args) > 1 else []
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    for name, value in given.items():
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    for name, value in arguments.items():
         if isinstance(value, (tuple, list)) and name in _CACHES and any(layer is not None for layer in value):
             return name
         for question in ("get_seq_length", "has_previous_state"):

@@ -357,7 +357,7 @@ def _tied_with_a_bias(settings: Mapping[str, Any]) -> str:
 
 def test_a_tie_of_several_parameters_is_named_by_its_key(ranks: Ranks) -> None:
     for said in ranks(2).run(_tied_with_a_bias, config(1, "fp32", MICRO_BATCHES, optimizer=SGD)):
-        assert said.startswith("TiedLayerSpec('k'): parameter 0.module.weight: expected a tied module")
+        assert said.startswith("TiedLayerSpec('k'): 0.module.weight: expected a tied module")
         assert "2 parameters: module.weight, module.bias" in said
 
 
