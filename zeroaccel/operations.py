@@ -191,7 +191,9 @@ def gather_for_metrics(data: Any, samples: RealSamples | None = None, *, use_gat
             shapes, counts = _shapes(data, call), list(real_rows(data, samples))
     except UsageError as raised:
         error = raised
-    ranks = collectives_of_process().gather_objects((str(error or ""), as_objects, objects, shapes, counts), call)
+    collectives = collectives_of_process()
+    with collectives.flight_recorder.holding(error):
+        ranks = collectives.gather_objects((str(error or ""), as_objects, objects, shapes, counts), call)
     if error is not None:
         raise error
     for text, *_ in ranks:
@@ -280,7 +282,9 @@ def _require_alike(data: Any, call: str, fix: str = "") -> None:
         shapes = _shapes(data, call)
     except UsageError as raised:
         error = raised
-    shapes_by_rank = collectives_of_process().gather_objects(str(error) if error else shapes, f"{call}: shapes")
+    collectives = collectives_of_process()
+    with collectives.flight_recorder.holding(error):
+        shapes_by_rank = collectives.gather_objects(str(error) if error else shapes, f"{call}: shapes")
     if error is not None:
         raise error
     errors = [text for text in shapes_by_rank if isinstance(text, str)]

@@ -68,8 +68,10 @@ def parse(question: Question, text: str) -> Any:
             return int(text)
         if question.kind == "number":
             return float(text)
-        if question.kind in ("text", "names", "file", "folder") and text:
-            return text
+        if question.kind in ("text", "names", "file", "folder"):
+            if text:
+                return text
+            raise InvalidAnswer(f"expected {FORMS[question.kind][1]}, got an empty answer to {question.words!r}")
     except ValueError:
         pass
     expected = FORMS[question.kind][1] + (f', or "{AUTO}"' if question.takes_auto else "")

@@ -284,6 +284,26 @@ def again(stage: str, folder: Path) -> dict[str, Any]:
     return outcome(run)
 
 
+def gradients(stage: str, folder: Path) -> dict[str, Any]:
+    """A callback reads each gradient before the optimizer's step, clipped by Trainer with DDP, unclipped otherwise."""
+    from deepspeed.utils import safe_get_full_grad
+
+    read: list[list[float]] = []
+
+    class Reader(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_pre_optimizer_step(self, *args: Any, model: Any, **kwargs: Any) -> None:
+            found = [param.grad if stage == "ddp" else safe_get_full_grad(param) for param in model.parameters()]
+            norms = torch.stack([gradient.norm() for gradient in found])
+            read.append([norms.norm().item(), *(norms / norms.norm()).tolist()])
+
+    model = written(folder)
+    settings = arguments(folder, config(stage), max_grad_norm=0.5)
+    run = Trainer(model=model(), args=settings, train_dataset=Samples(32, tokens), callbacks=[Reader()])
+    run.train()
+    logged = [float(entry["grad_norm"]) for entry in run.state.log_history if "grad_norm" in entry]
+    return outcome(run, read=read, grad_norms=logged)
+
+
 def searched(stage: str, folder: Path) -> dict[str, Any]:
     """A search over learning rates, in which rank 0 alone frees model and engine after each trial, as with optuna."""
     from accelerate.utils.memory import release_memory
@@ -383,6 +403,7 @@ def plugins(stage: str, folder: Path) -> dict[str, Any]:
                 name: DeepSpeedPlugin(
                     {
                         "train_micro_batch_size_per_gpu": 2,
+                        "gradient_clipping": 0.0,
                         "zero_optimization": {"stage": its_stage, "stage3_param_persistence_threshold": 0},
                     }
                 )
@@ -423,6 +444,7 @@ def saves(stage: str, folder: Path) -> dict[str, Any]:
         deepspeed_plugin=DeepSpeedPlugin(
             {
                 "train_micro_batch_size_per_gpu": 2,
+                "gradient_clipping": 0.0,
                 "gradient_accumulation_steps": 1,
                 "zero_optimization": {"stage": int(stage), "stage3_param_persistence_threshold": 0},
             },
@@ -513,6 +535,7 @@ SCENARIOS = {
         sft,
         dpo,
         again,
+        gradients,
         searched,
         vision,
         encoder_decoder,

@@ -31,6 +31,7 @@ RUNS = {
     "sft": ("3",),
     "dpo": ("3",),
     "again": ("3",),
+    "gradients": ("2", "3"),
     "searched": ("3",),
     "vision": ("3",),
     "encoder_decoder": ("3",),
@@ -90,6 +91,15 @@ def test_they_train_like_plain_data_parallelism(outcomes: Any, scenario: str) ->
     for stage in RUNS[scenario]:
         close = pytest.approx(expected, rel=2e-4 if scenario in BF16 else 1e-5)
         assert outcomes[scenario, stage]["losses"] == close
+
+
+@pytest.mark.parametrize("stage", RUNS["gradients"])
+def test_a_callback_reads_the_gradients_of_data_parallelism(outcomes: Any, stage: str) -> None:
+    run, expected = outcomes["gradients", stage], outcomes["gradients", "ddp"]
+    assert run["grad_norms"] == pytest.approx(expected["grad_norms"], rel=1e-5)
+    assert [total for total, *_ in run["read"]] == pytest.approx(run["grad_norms"], rel=1e-5)  # before clipping
+    for (_, *parts), (_, *expected_parts) in zip(run["read"], expected["read"], strict=True):
+        assert parts == pytest.approx(expected_parts, rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("stage", RUNS["resumed"])

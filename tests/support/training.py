@@ -104,6 +104,7 @@ def config(stage: int, precision: str = "fp32", accumulation: int = 1, **changes
     tree: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.0,  # as in torch, also with `import deepspeed`
         "zero_optimization": zero,
         "optimizer": ADAMW,
     }

@@ -33,6 +33,7 @@ from zeroaccel.data import PreparedLoader
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.initialization import start
 from zeroaccel.nested import batch_size_of
+from zeroaccel.optim.optimizer_factory import check_optimizer_type
 from zeroaccel.optim.rank_facts import require_same, scheduler_facts
 from zeroaccel.setup.compilation import Compilation
 from zeroaccel.setup.job import JobSpec
@@ -396,6 +397,8 @@ def _check_cases(group: PrepareGroup, tree: Mapping[str, Any], sources: Mapping[
             fix=f'add an "optimizer" section to {plugin.title}, or pass a torch optimizer instead of the DummyOptim',
         )
     if optimizer is not None and not isinstance(optimizer, DummyOptim) and configured:
+        if kind := _type_of(tree[_OPTIMIZER]):
+            check_optimizer_type(kind, f"{sources.get('optimizer.type', plugin.title)}: optimizer.type")
         raise ConfigError(
             f"{section(_OPTIMIZER)} {_type_of(tree[_OPTIMIZER])}, and {type(optimizer).__name__} in code",
             fix="remove the section, or pass DummyOptim(params) instead of the optimizer",

@@ -20,7 +20,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any
 
@@ -149,29 +149,36 @@ def _gathering_adapters(original: Callable[..., Any]) -> Callable[..., Any]:
         if state is None or not bound.arguments.get("is_main_process", True):
             return None  # rank 0 has the values, and writes
         more["state_dict"] = {name.removeprefix(prefix): value for name, value in state.items()}
-        with _whole_prompts(model, more["state_dict"]):
+        with _answering(model, more["state_dict"], prompts=True):
             return original(*bound.args, **bound.kwargs)
 
     return save_pretrained
 
 
 @contextmanager
-def _whole_prompts(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]:
-    """Replaces prompt encoders, which PEFT runs to save their result, by copies with the values of a state dict."""
-    prompts = model._modules.get("prompt_encoder")
-    encoders = {} if prompts is None else dict(prompts._modules)
-    for name, encoder in encoders.items():
-        start = f"prompt_encoder.{name}."
-        whole = copy.deepcopy(encoder)
-        assert prompts is not None
-        assert whole is not None
-        whole.load_state_dict({key.removeprefix(start): v for key, v in state.items() if key.startswith(start)})
-        prompts._modules[name] = whole
-    try:
+def _answering(model: nn.Module, state: Mapping[str, Tensor], *, prompts: bool) -> Iterator[None]:
+    """Lets parts of a model that PEFT asks while it saves answer from a full state dict.
+
+    Args:
+        prompts: replace prompt encoders, which PEFT runs to save their result, by copies with the values.
+    """
+    with ExitStack() as undo:
+        for prefix, module in model.named_modules():
+            *_, name = prefix.split(".")
+            if name not in ("modules_to_save", "prompt_encoder") or not isinstance(module, nn.ModuleDict):
+                continue
+            for adapter, part in list(module.items()):
+                start = f"{prefix}.{adapter}."
+                inside = {key.removeprefix(start): v for key, v in state.items() if key.startswith(start)}
+                if name == "modules_to_save":  # PEFT reads the names only
+                    vars(part)["state_dict"] = functools.partial(dict, inside)
+                    undo.callback(vars(part).pop, "state_dict")
+                elif prompts:
+                    whole = copy.deepcopy(part)
+                    whole.load_state_dict(inside)
+                    module._modules[adapter] = whole
+                    undo.callback(module._modules.__setitem__, adapter, part)
         yield
-    finally:
-        if prompts is not None:
-            prompts._modules.update(encoders)
 
 
 def adapter_names(engine_state: EngineState) -> frozenset[str]:
@@ -189,8 +196,8 @@ def adapter_names(engine_state: EngineState) -> frozenset[str]:
         ids: set[int] = set()
         for name, adapter in adapters.items():
             if not adapter.is_prompt_learning:
-                with warnings.catch_warnings():  # PEFT warns again when it saves
-                    warnings.simplefilter("ignore")
+                with warnings.catch_warnings(), _answering(model, state, prompts=False):
+                    warnings.simplefilter("ignore")  # PEFT warns again when it saves
                     ids |= {id(value) for value in peft.get_peft_model_state_dict(model, state, name).values()}
         return [name for name, value in state.items() if id(value) in ids or name.startswith("prompt_encoder.")]
 

@@ -10,6 +10,7 @@ registered with transformers (`HfDeepSpeedConfig`), these enter `zero.Init` of t
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -19,13 +20,13 @@ from typing import Any, Literal
 
 from zeroaccel.config import Fact, Facts, load_config
 from zeroaccel.config.auto_values import after, shown
-from zeroaccel.config.diagnostics import at, dotted, names_meant, put
+from zeroaccel.config.diagnostics import Provenance, at, dotted, names_meant, put
 from zeroaccel.config.document import key_paths, read_document
 from zeroaccel.config.launch.launch_settings import DEFAULT_STAGE
 from zeroaccel.config.launch.launch_sources import LaunchedSettings, from_environment
 from zeroaccel.config.launch.setting_table import SETTINGS
 from zeroaccel.errors import ConfigError, UsageError
-from zeroaccel.logs import log_once, logger
+from zeroaccel.logs import log_note, log_once, logger
 from zeroaccel.zero.access.deferred_init import Init
 
 _DEVICES = ("none", "cpu", "nvme")
@@ -357,6 +358,8 @@ class ZeroPlugin:
         if document.problems:
             load_problems = "; ".join(f"{dotted(problem.path)} {problem.text}" for problem in document.problems)
             raise ConfigError(f"{document.name}: {load_problems}")
+        for note in document.notes:
+            log_note(logging.WARNING, note.line(Provenance()))
         self._name = "ZeroPlugin(hf_ds_config)" if document.name == "config" else document.name
         self.deepspeed_config = document.tree
         self._places = {dotted(path): place for path, place in document.places.items()}

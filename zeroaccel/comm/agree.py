@@ -17,6 +17,7 @@ import torch
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.hangs.hang_report import first_difference, parted_blocks
 from zeroaccel.comm.topology import init_process_group
+from zeroaccel.errors import CollectiveError
 
 T = TypeVar("T")
 _Call = TypeVar("_Call", bound=Callable[..., Any])
@@ -71,7 +72,13 @@ def agree_or_raise(collectives: Collectives, error: Exception | None, label: str
         if error is not None:
             raise error
         return
-    failures: list[tuple[bytes, str] | None] = collectives.gather_objects(_portable(error), label)
+    with collectives.flight_recorder.holding(error):
+        try:
+            failures: list[tuple[bytes, str] | None] = collectives.gather_objects(_portable(error), label)
+        except CollectiveError as report:
+            if error is not None:
+                raise error from report
+            raise
     failed = {rank: failure for rank, failure in enumerate(failures) if failure is not None}
     if not failed:
         return
@@ -112,10 +119,11 @@ def from_rank(collectives: Collectives, source: int, make: Callable[[], T], labe
             payload = _bytes((_portable(error), None))
     # The size first, since only that rank knows it. An exception is broadcast like a value, so that no rank hangs.
     size = torch.tensor([payload.numel()])
-    collectives.broadcast(size, source, f"{label}: size")
-    if collectives.rank != source:
-        payload = torch.empty(int(size.item()), dtype=torch.uint8)
-    collectives.broadcast(payload, source, label)
+    with collectives.flight_recorder.holding(error):
+        collectives.broadcast(size, source, f"{label}: size")
+        if collectives.rank != source:
+            payload = torch.empty(int(size.item()), dtype=torch.uint8)
+        collectives.broadcast(payload, source, label)
     if error is not None:
         raise error
     if collectives.rank != source:

@@ -444,7 +444,6 @@ def connect(topology: Topology, groups: Mapping[str, tuple[dist.ProcessGroup, Se
 
     Raises:
         CollectiveError: NCCL could not connect the ranks.
-        CollectiveError: NCCL could not connect them.
     """
     if not _connects_at_first_use(topology):
         return

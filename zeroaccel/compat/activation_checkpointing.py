@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from zeroaccel import activations
+from zeroaccel.compat.library_config import from_library
 from zeroaccel.config import load_config
 from zeroaccel.config.schema import ActivationCheckpointing
 from zeroaccel.errors import UsageError
@@ -49,7 +50,7 @@ def configure(
     arguments = {_KEYS[name]: value for name, value in locals().items() if name in _KEYS and value is not None}
     section = ActivationCheckpointing()
     if deepspeed_config is not None:
-        section = load_config(deepspeed_config, unknown_keys="lenient").activation_checkpointing
+        section = load_config(from_library(deepspeed_config), unknown_keys="lenient").activation_checkpointing
     section = section.model_copy(update=arguments)
     group = _tensor_parallel_group(mpu_)
     if section.partition_activations and group is None:

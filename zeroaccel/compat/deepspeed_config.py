@@ -11,7 +11,7 @@ import torch
 from pydantic import model_validator
 
 from zeroaccel.compat.assertions import asserting
-from zeroaccel.compat.deepspeed_init import from_library
+from zeroaccel.compat.library_config import with_clipping
 from zeroaccel.compat.surface import QUESTIONS
 from zeroaccel.config import load_config, solve_batch
 from zeroaccel.config.normalize import NormalizedConfig
@@ -122,7 +122,7 @@ class DeepSpeedConfig:
     Example:
         >>> config = DeepSpeedConfig({"train_batch_size": 8, "zero_optimization": {"stage": 2}})
         >>> config.train_micro_batch_size_per_gpu, config.zero_optimization_stage, config.gradient_clipping
-        (8, 2, 0.0)
+        (8, 2, 1.0)
     """
 
     @asserting
@@ -139,9 +139,7 @@ class DeepSpeedConfig:
         joined = torch.distributed.is_initialized()
         self.world_size = torch.distributed.get_world_size() if joined else 1
         self.global_rank = torch.distributed.get_rank() if joined else 0
-        self.config = load_config(
-            from_library(config) if isinstance(config, Mapping) else config, unknown_keys="lenient"
-        )
+        self.config = load_config(with_clipping(config), unknown_keys="lenient")
         sizes = solve_batch(self.config, self.world_size)
         self.monitor_config = self.config
         self.train_batch_size = sizes.train

@@ -6,12 +6,13 @@ beyond the engine's own.
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -30,16 +31,16 @@ from zeroaccel.compat.assertions import asserting
 from zeroaccel.compat.deepspeed_calls import MonitorMaster, StepThroughput
 from zeroaccel.compat.deepspeed_checkpoints import plain_client_state
 from zeroaccel.compat.deepspeed_comm import get_local_rank, require_process_group
-from zeroaccel.compat.deepspeed_init import from_library
 from zeroaccel.compat.deepspeed_pipe import PipelineModule
 from zeroaccel.compat.finder import VERSION
 from zeroaccel.compat.leaf_modules import mark_configured, mark_parameters, marked_names
-from zeroaccel.compat.parameters import ParameterOffload, attach
+from zeroaccel.compat.library_config import from_library, with_clipping
+from zeroaccel.compat.parameters import ParameterOffload, attach, watch_gradients
 from zeroaccel.compat.stubs import check_expert_marks, note_expert_groups
 from zeroaccel.compat.surface import ABSENT_MEMBERS, QUESTIONS
 from zeroaccel.config import Config, load_config
 from zeroaccel.config.diagnostics import at
-from zeroaccel.config.document import read_document
+from zeroaccel.config.document import Document
 from zeroaccel.config.parallel import ParallelConfig, with_config_axes
 from zeroaccel.data import build_dataloader
 from zeroaccel.errors import ConfigError, EngineStateError, UsageError, listed
@@ -62,6 +63,8 @@ class DeepSpeedMembers(EngineBase):
     """
 
     training_dataloader: DataLoader[Any] | None = None
+    _postpones_updates = False
+    _is_step_due = False
     _gathered_state: tuple[int, Callable[[], dict[str, Tensor] | None]] = (0, lambda: None)
     _loss_is_scaled = False
 
@@ -127,10 +130,42 @@ class DeepSpeedMembers(EngineBase):
         if self._refuses_unused and self._step.num_backwards and self.is_gradient_accumulation_boundary():
             self._check_all_used()
         skipped, steps = self.skipped_steps, self.global_steps
+        self._is_step_due = False
         super().run_step()
         if (timer := vars(self).get("tput_timer")) is not None:
             timer.stop(global_step=self.global_steps > steps)
         self.optimizer.overflow = self.skipped_steps > skipped
+
+    @contextmanager
+    def postponing_updates(self) -> Iterator[None]:
+        """Makes `step()` at a boundary only examine the gradients, and leave the update to `finish_step()`.
+
+        accelerate updates inside its `backward`. Until the loop calls `optimizer.step()`, it may read gradients and
+        norm, as with DDP.
+        """
+        self._postpones_updates = True
+        try:
+            yield
+        finally:
+            self._postpones_updates = False
+
+    def _postpone_step(self) -> None:
+        self._require_gradients("step")
+        self._check_gradients(norm=self.settings.compute_norm or self.settings.clipping > 0)
+        self._is_step_due = True
+
+    def finish_step(self) -> None:
+        """Runs the update that `step()` postponed, if there is one. (all ranks)"""
+        if self._is_step_due:
+            self.run_step()
+
+    def get_global_grad_norm(self) -> float | None:
+        """Returns the norm like `EngineBase.get_global_grad_norm`; before a postponed update, of its gradients."""
+        check = None if self._boundary is None else self._boundary.check
+        if not self._is_step_due or check is None:
+            return super().get_global_grad_norm()
+        stats = self._require_boundary("step").read(check, self.global_steps)
+        return stats.unscaled_norm(self.loss_scale.value)
 
     def count_micro_step(self) -> None:
         """Counts like `Engine.count_micro_step`, but increases `global_samples` by whole steps, like DeepSpeed."""
@@ -577,7 +612,10 @@ class DeepSpeedEngine(DeepSpeedMembers, Engine, metaclass=_EngineKind):
         """
         if lr_kwargs:
             raise UsageError("engine.step(lr_kwargs)", expected="none", got=dict(lr_kwargs))
-        super().step()
+        if self._postpones_updates and self.is_gradient_accumulation_boundary():
+            self._postpone_step()
+        else:
+            super().step()
 
 
 class DeepSpeedPipelineEngine(PipelineEngine, DeepSpeedMembers):
@@ -595,6 +633,25 @@ class DeepSpeedPipelineEngine(PipelineEngine, DeepSpeedMembers):
         """Does nothing: the engine detects a new shape of batches."""
 
 
+def _after_due_step(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs a postponed update before `call`, for loops that call `accelerator.backward` and no `optimizer.step`."""
+
+    @functools.wraps(call)
+    def finishing(engine: DeepSpeedMembers, *args: Any, **kwargs: Any) -> Any:
+        if engine._is_step_due:
+            transformers_calls.update_in_backward(engine)
+            engine.finish_step()
+        return call(engine, *args, **kwargs)
+
+    return finishing
+
+
+for _call in (
+    *("run_forward", "_begin_backward", "zero_grad", "state_dict", "load_state_dict", "destroy", "load_checkpoint"),
+    *("save_checkpoint", "save_model", "save_16bit_model", "consolidated_state_dict", "_consolidated_16bit_state_dict"),
+    "_zero3_consolidated_16bit_state_dict",
+):
+    setattr(DeepSpeedMembers, _call, _after_due_step(getattr(DeepSpeedMembers, _call)))
 for _engine in (DeepSpeedEngine, DeepSpeedPipelineEngine):
     for _call in ("forward", "backward", "step", "train_batch", "eval_batch", "save_checkpoint", "load_checkpoint"):
         if hasattr(_engine, _call):
@@ -646,6 +703,7 @@ def initialize(
     from_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     source = _batch_of_samplers(_config_of(config, config_params, from_args))
     source = _with_arguments(source, model, optimizer, lr_scheduler)
+    source = with_clipping(source, has_optimizer=optimizer is not None)
     check_expert_marks(model)
     _take_over(model)
     plan, engine = start(
@@ -670,6 +728,7 @@ def initialize(
     mark_parameters(model)
     if engine.settings.plan.params:
         attach(engine.registry)
+    watch_gradients()
     transformers_calls.attach(engine)
     trainer_states.attach(engine)
     note_expert_groups(engine.optimizer)
@@ -698,7 +757,7 @@ def tp_model_init(
     for name, value in kwargs.items():
         if value is not None:
             raise UsageError(f"deepspeed.tp_model_init({name})", expected="None", got=value, fix="remove this argument")
-    parallel = None if config is None else with_config_axes(read_document(config).tree, None)
+    parallel = None if config is None else with_config_axes(from_library(config).tree, None)
     if config is not None and tp_size != (1 if parallel is None else parallel.tp):
         raise UsageError(
             "deepspeed.tp_model_init(tp_size)",
@@ -726,12 +785,12 @@ def _take_over(model: object) -> None:
         _ENGINES.discard(engine)
 
 
-def _batch_of_samplers(config: Any) -> Any:
+def _batch_of_samplers(config: Document) -> Document:
     """Corrects a total batch size that a library computed over all ranks to the ranks with different samples.
 
     accelerate and transformers fill "auto" in this way, even if ranks share layers. Other values remain unchanged.
     """
-    tree = config if isinstance(config, Mapping) else read_document(config).tree
+    tree = config.tree
     parallel = with_config_axes(tree, None)
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     total, micro, steps = (tree.get(name) for name in names)
@@ -739,7 +798,7 @@ def _batch_of_samplers(config: Any) -> Any:
         return config
     if total != micro * steps * torch.distributed.get_world_size():
         return config
-    return {**tree, "train_batch_size": total // (parallel.tp * parallel.sp)}
+    return replace(config, tree={**tree, "train_batch_size": total // (parallel.tp * parallel.sp)})
 
 
 def _parallel_of(mpu: Any, model: nn.Module) -> ParallelConfig | None:
@@ -777,7 +836,7 @@ def _parallel_of(mpu: Any, model: nn.Module) -> ParallelConfig | None:
     return ParallelConfig(sp=sequence)
 
 
-def _config_of(config: Any, config_params: Any, from_args: Any) -> Any:
+def _config_of(config: Any, config_params: Any, from_args: Any) -> Document:
     """Returns the config from the only argument that has it."""
     sources = {"config": config, "config_params": config_params, "args.deepspeed_config": from_args}
     names = [name for name, value in sources.items() if value is not None]
@@ -788,23 +847,17 @@ def _config_of(config: Any, config_params: Any, from_args: Any) -> Any:
             got=" and ".join(names) or None,
             fix="pass a dict or a path" if not names else f"keep {names[0]} only",
         )
-    return sources[names[0]]
+    return from_library(sources[names[0]])
 
 
-def _with_arguments(config: Any, model: nn.Module, optimizer: Any, lr_scheduler: Any) -> Any:
-    """Applies the other arguments to the config; without effect, returns it unchanged, with the places of its keys.
+def _with_arguments(config: Document, model: nn.Module, optimizer: Any, lr_scheduler: Any) -> Document:
+    """Applies the other arguments to the config.
 
     Adds marked leaf modules to the config's. Removes the sections of an optimizer and a scheduler that are passed in,
     since DeepSpeed ignores them.
     """
     leaves = marked_names(model)
-    if not isinstance(config, Mapping):
-        tree = read_document(config).tree
-        sections = {"optimizer": optimizer, "scheduler": lr_scheduler}
-        if not leaves and not any(section in tree for section, passed in sections.items() if passed is not None):
-            return config
-        config = tree
-    settings = from_library(config)
+    settings = config.tree
     for section, passed in (("optimizer", optimizer), ("scheduler", lr_scheduler)):
         if passed is not None and (settings.get(section) or {}).get("type") is not None:
             logger.warning("%s: ignores the config's section, since initialize got one as an argument", section)
@@ -812,4 +865,4 @@ def _with_arguments(config: Any, model: nn.Module, optimizer: Any, lr_scheduler:
     if leaves:
         leaf = settings.setdefault("zero_optimization", {}).setdefault("leaf_module", {})
         leaf["names"] = [*leaf.get("names", []), *leaves]
-    return settings
+    return config

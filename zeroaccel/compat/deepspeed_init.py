@@ -1,16 +1,9 @@
-"""`deepspeed.zero` and `deepspeed.runtime.zero.partition_parameters`, where they differ from `zeroaccel.zero`.
-
-Also `from_library`, which converts config dicts of accelerate, transformers and TRL to the documented format: these
-libraries add keys that users do not write and that the config checks would refuse.
-"""
+"""`deepspeed.zero` and `deepspeed.runtime.zero.partition_parameters`, where they differ from `zeroaccel.zero`."""
 
 from __future__ import annotations
 
-import copy
-import enum
-import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -18,14 +11,12 @@ import torch
 from torch import nn
 
 from zeroaccel.compat.assertions import asserting
+from zeroaccel.compat.library_config import from_library
 from zeroaccel.compat.parameters import attach, attach_whole
 from zeroaccel.config import load_config
-from zeroaccel.config.diagnostics import at, put
-from zeroaccel.errors import ConfigError, UsageError
+from zeroaccel.errors import UsageError
 from zeroaccel.zero import GatheredParameters
 from zeroaccel.zero.access.deferred_init import Init as OwnInit
-
-_SECTIONS = ("zero_optimization", "optimizer", "scheduler", "fp16", "bf16")
 
 
 class DeepSpeedGatheredParameters(GatheredParameters):
@@ -90,9 +81,7 @@ class DeepSpeedInit(OwnInit):
             param_swapper=param_swapper,
         )
         source = config_dict_or_path if config_dict_or_path is not None else config
-        if isinstance(source, Mapping):
-            source = from_library(source)
-        settings = None if source is None else load_config(source, unknown_keys="lenient")
+        settings = None if source is None else load_config(from_library(source), unknown_keys="lenient")
         offload = None if settings is None else settings.zero_optimization.offload_param
         device = remote_device or (None if offload is None else offload.device)
         self._built: list[weakref.ref[nn.Module]] = []
@@ -144,29 +133,3 @@ def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, *
     transformers replaces this name while it builds a model, to preserve the dtype of position tables.
     """
     return fn
-
-
-def from_library(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a copy of `config` in the documented format.
-
-    A dotted key at the top level, such as TRL's "zero_optimization.reduce_bucket_size", moves into its section;
-    accelerate's `steps_per_print: inf` is removed; members of DeepSpeed's enumerations become their values.
-    """
-    tree: dict[str, Any] = _values(copy.deepcopy(dict(config)))
-    for key in [key for key in tree if "." in key and key.partition(".")[0] in _SECTIONS]:
-        value = tree.pop(key)
-        size = int(value) if isinstance(value, float) else value  # computed, such as 0.9 * hidden ** 2
-        if at(tree, key) in (None, "auto") and not put(tree, key.split("."), size):
-            raise ConfigError(key, expected="an object for its section", got=at(tree, key.rpartition(".")[0]))
-    if tree.get("steps_per_print") == math.inf:
-        del tree["steps_per_print"]
-    return tree
-
-
-def _values(tree: Any) -> Any:
-    """Replaces members of enumerations, such as `OffloadDeviceEnum.cpu`, by their values."""
-    if isinstance(tree, Mapping):
-        return {key: _values(value) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [_values(value) for value in tree]
-    return tree.value if isinstance(tree, enum.Enum) else tree

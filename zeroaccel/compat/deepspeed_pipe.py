@@ -69,10 +69,21 @@ class _Function(nn.Module):
 
 
 class _TiedLayer(nn.Module):
-    """One of the positions of a tied module."""
+    """One of the positions of a tied module.
 
-    def __init__(self, module: nn.Module, forward_fn: Callable[[nn.Module, Any], Any] | None) -> None:
+    Attributes:
+        shared_by: names the tie in messages, in the user's terms.
+        sharing_fix: how the user avoids a tie that two stages cannot share.
+    """
+
+    sharing_fix = (
+        "give the tied module a single parameter (bias=False), place its layers on one stage by "
+        "PipelineModule(partition_method), or set num_stages=1"
+    )
+
+    def __init__(self, module: nn.Module, forward_fn: Callable[[nn.Module, Any], Any] | None, key: str) -> None:
         super().__init__()
+        self.shared_by = f"TiedLayerSpec({key!r})"
         self.module = module
         self._forward_fn = forward_fn
 
@@ -154,7 +165,7 @@ def _built(layer: Any, tied: dict[str, nn.Module], index: int) -> nn.Module:
     if isinstance(layer, TiedLayerSpec):
         if layer.key not in tied:
             tied[layer.key] = layer.build()
-        return _TiedLayer(tied[layer.key], layer.forward_fn)
+        return _TiedLayer(tied[layer.key], layer.forward_fn, layer.key)
     if isinstance(layer, LayerSpec):
         return layer.build()
     if isinstance(layer, nn.Module):

@@ -89,7 +89,7 @@ class _FacadeLoader(Loader):
 
 
 class _PatchingLoader(SourceFileLoader):
-    """Loads a module of transformers and replaces a method of one of its classes."""
+    """Loads a module of a library and replaces a method of one of its classes."""
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
@@ -120,6 +120,16 @@ def _sharded_while_loading(original: Any) -> Any:
     return classmethod(from_pretrained)
 
 
+def _with_places(original: Any) -> Any:
+    """Returns a reader of configs that remembers the place of each key, and accepts all that `load_config` accepts."""
+
+    @functools.wraps(original)
+    def read(config: Any, config_file_or_dict: Any) -> None:
+        original(config, import_module("zeroaccel.compat.library_config").read(config_file_or_dict))
+
+    return read
+
+
 def _saving_states(original: Any) -> Any:
     """Returns a `train` that keeps states in memory, in jobs whose launcher preserves memory."""
 
@@ -131,9 +141,21 @@ def _saving_states(original: Any) -> Any:
     return train
 
 
+def _rows_on_any_device(original: Any) -> Any:
+    """Returns a method that reads rows of a sharded weight; PEFT's own requires CUDA at stage 3."""
+
+    @functools.wraps(original)
+    def collect(layer: Any, weight: Any, rows: Any, embed_dim: int) -> Any:
+        return weight.detach()[rows].clone()
+
+    return collect
+
+
 _PATCHED: Mapping[str, tuple[str, str, Callable[[Any], Any]]] = {
+    "accelerate.utils.deepspeed": ("HfDeepSpeedConfig", "__init__", _with_places),
     "transformers.modeling_utils": ("PreTrainedModel", "from_pretrained", _sharded_while_loading),
     "transformers.trainer": ("Trainer", "train", _saving_states),
+    "peft.tuners.trainable_tokens.layer": ("TrainableTokensLayer", "_collect_token_weights", _rows_on_any_device),
 }
 """Module -> (class, method, function that returns its replacement)."""
 

@@ -2,21 +2,26 @@
 
 Only this file adds members to torch's classes: properties of `nn.Parameter`, from the first stage-3 model until
 `detach()`. They work only for parameters of stage-3 models, and read from the parameter's unit. Parameters store
-nothing, so saves and copies contain nothing extra.
+nothing, so saves and copies contain nothing extra. From the first engine on, `nn.Parameter.grad` logs an error if a
+program reads None because the engine has the gradient.
 """
 
 from __future__ import annotations
 
 import enum
 import itertools
+import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from zeroaccel.logs import log_once
 from zeroaccel.zero.access.param_registry import ParamHandle, ParamRegistry, handle_of
 from zeroaccel.zero.param_unit import ShardState
 
@@ -65,8 +70,47 @@ def detach() -> None:
     for name in _MEMBERS:
         if name in nn.Parameter.__dict__:
             delattr(nn.Parameter, name)
+    if "grad" in nn.Parameter.__dict__:
+        del nn.Parameter.grad
     if "ds_external_parameters" in nn.Module.__dict__:
         del nn.Module.ds_external_parameters  # type: ignore[attr-defined]
+
+
+def watch_gradients() -> None:
+    """Makes `param.grad` log an error, once per line, if a program reads None and an engine trains the parameter."""
+    stored: Any = Tensor.grad
+
+    def read(param: nn.Parameter) -> Tensor | None:
+        grad: Tensor | None = stored.__get__(param)
+        if grad is None:
+            _report_none(param, sys._getframe(1))
+        return grad
+
+    if "grad" not in nn.Parameter.__dict__:
+        nn.Parameter.grad = property(read, stored.__set__, stored.__delete__)  # type: ignore[assignment]
+
+
+# Libraries that handle a missing gradient themselves; torch.nn.utils clips gradients for the program.
+_READERS = frozenset({"accelerate", "torch", "transformers", "zeroaccel"})
+
+
+def _report_none(param: nn.Parameter, reader: FrameType) -> None:
+    module = str(reader.f_globals.get("__name__", ""))
+    if module.partition(".")[0] in _READERS and not module.startswith("torch.nn.utils"):
+        return
+    handle = handle_of(param)
+    training = None if handle is None else handle.registry.training
+    if training is None or training.optimizer is None or not param.requires_grad:
+        return
+    while reader.f_back is not None and str(reader.f_globals.get("__name__", "")).startswith("torch."):
+        reader = reader.f_back
+    log_once(
+        logging.ERROR,
+        f"{reader.f_code.co_filename}:{reader.f_lineno}: expected a gradient in param.grad, got None, as for every "
+        "parameter of an engine, which has the gradients. Between the last backward of a step and its update (in "
+        "Trainer: on_pre_optimizer_step), read deepspeed.utils.safe_get_full_grad(param) on all ranks and change it "
+        "with safe_set_full_grad; gradient_clipping clips",
+    )
 
 
 class ParameterOffload:

@@ -5,9 +5,10 @@ destroys the engine of an earlier evaluation or training and would continue with
 or, if the Trainer made the optimizer, keeps engine and optimizer. `Accelerator.get_state_dict` below stage 3 reads the
 module's own state dict; the patch gathers it if ranks hold parts of layers or different experts. With
 `TrainingArguments(enable_jit_checkpoint=True)`, each rank saves when its own timer expires; the patch makes the ranks
-agree on the step, and save after `on_step_end` has counted it. `attach` applies these patches for each engine, to
-imported libraries only; `detach()` restores the originals. `finder.py` patches `from_pretrained`, with
-`init_of_quantized` and `without_unused_renamings`, when transformers is imported.
+agree on the step, and save after `on_step_end` has counted it. accelerate's `backward` with a DeepSpeed engine also
+updates; the patch leaves the update to `optimizer.step()`, so that callbacks and loops can read gradients. `attach`
+applies these patches for each engine, to imported libraries only; `detach()` restores the originals. `finder.py`
+patches `from_pretrained`, with `init_of_quantized` and `without_unused_renamings`, when transformers is imported.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import functools
 import logging
 import signal
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -42,11 +44,15 @@ def attach(engine: EngineBase) -> None:
     accelerator = getattr(sys.modules.get("accelerate.accelerator"), "Accelerator", None)
     if accelerator is not None:
         _patch(accelerator, "get_state_dict", _of_all_ranks)
+    wrappers = sys.modules.get("accelerate.utils.deepspeed")
+    if wrappers is not None:
+        _patch(wrappers.DeepSpeedEngineWrapper, "backward", _without_update)
+        _patch(wrappers.DeepSpeedOptimizerWrapper, "step", _with_update)
     # Trainer sets its handler before it creates an engine; the engine's handler replaces it.
     saver = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
     if engine.optimizer is not None and hasattr(saver, "is_checkpoint_requested"):
         callback = sys.modules[type(saver).__module__].JITCheckpointCallback
-        # At this call, the engine has stepped, but the Trainer has not counted the step.
+        # A save at this call would come before the update of a step whose gradients are complete.
         _patch(callback, "on_pre_optimizer_step", lambda original: lambda *args, **kwargs: None)
         _patch(type(saver), "_enable_checkpoint", lambda original: lambda saver: stop_notice.give())
         _patch(type(saver), "execute_jit_checkpoint", _beside_other_ranks)
@@ -86,6 +92,51 @@ def detach() -> None:
     while _ORIGINALS:
         (owner, name), original = _ORIGINALS.popitem()
         setattr(owner, name, original)
+
+
+_POSTPONED: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()  # optimizer -> its engine
+_UPDATE_IN_BACKWARD: weakref.WeakSet[Any] = weakref.WeakSet()  # engines whose loops call no optimizer.step()
+
+
+def update_in_backward(engine: EngineBase) -> None:
+    """Makes accelerate's `backward` update from now on, since the loop went on without `optimizer.step()`."""
+    _UPDATE_IN_BACKWARD.add(engine)
+    log_once(
+        logging.WARNING,
+        "accelerator.backward(loss): expected optimizer.step() next, got another use of the model; the update runs "
+        "before it, and from now on inside accelerator.backward, after which gradients cannot be read. To read them, "
+        "call optimizer.step() before the next forward, evaluation or save",
+    )
+
+
+def _without_update(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps accelerate's `DeepSpeedEngineWrapper.backward`, whose `engine.step()` only examines the gradients."""
+
+    @functools.wraps(original)
+    def backward(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+        engine = wrapper.engine
+        if engine in _UPDATE_IN_BACKWARD:
+            return original(wrapper, *args, **kwargs)
+        _POSTPONED[engine.optimizer] = weakref.ref(engine)
+        with engine.postponing_updates():
+            return original(wrapper, *args, **kwargs)
+
+    return backward
+
+
+def _with_update(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps accelerate's `DeepSpeedOptimizerWrapper.step`, which does nothing, to run the postponed update."""
+
+    @functools.wraps(original)
+    def step(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(wrapper, *args, **kwargs)
+        find = _POSTPONED.get(wrapper.optimizer)
+        engine = None if find is None else find()
+        if engine is not None:
+            engine.finish_step()
+        return result
+
+    return step
 
 
 def _from_the_model(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ import os
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import json5
@@ -48,13 +48,13 @@ class JsonText:
         value: the parsed value; the last occurrence of a repeated key counts.
         places: path -> "name:line:column" of its key, in the order of the text; the last for a repeated key.
         duplicates: path -> line numbers of all occurrences, for keys that an object contains more than once.
-        is_hjson: True if the text is neither JSON nor JSON5.
+        hjson: "name:line:column: reason" of the first part that is neither JSON nor JSON5, or the empty string.
     """
 
     value: Any
     places: dict[KeyPath, str]
     duplicates: dict[KeyPath, list[int]]
-    is_hjson: bool = False
+    hjson: str = ""
 
 
 def parse_json(text: str, name: str) -> JsonText:
@@ -77,14 +77,15 @@ def parse_json(text: str, name: str) -> JsonText:
     try:
         return _placed(_parse_json5(text, name, plain), text, name)
     except ConfigError:
-        as_json5 = _hjson_as_json5(text)
-        value = None if as_json5 is None else _read_quietly(as_json5)
-        if as_json5 is None or value is None:
+        as_json5, offset, what = _hjson_as_json5(text) or ("", 0, "")
+        value = _read_quietly(as_json5)
+        if value is None:
             raise
-        return _placed(value, as_json5, name, is_hjson=True)
+        line, column = _line_and_column(text, offset)
+        return replace(_placed(value, as_json5, name), hjson=f"{name}:{line}:{column}: {what}")
 
 
-def _placed(value: Any, text: str, name: str, *, is_hjson: bool = False) -> JsonText:
+def _placed(value: Any, text: str, name: str) -> JsonText:
     line_starts = [0, *(match.end() for match in re.finditer("\n", text))]
     places: dict[KeyPath, str] = {}
     lines: dict[tuple[int, KeyPath], list[int]] = {}
@@ -93,7 +94,7 @@ def _placed(value: Any, text: str, name: str, *, is_hjson: bool = False) -> Json
         places[path] = f"{name}:{line}:{offset - line_starts[line - 1] + 1}"
         lines.setdefault((owner, path), []).append(line)
     duplicates = {path: numbers for (_, path), numbers in lines.items() if len(numbers) > 1}
-    return JsonText(value, places, duplicates, is_hjson)
+    return JsonText(value, places, duplicates)
 
 
 _HJSON_TOKEN = re.compile(
@@ -106,16 +107,19 @@ _HJSON_TOKEN = re.compile(
 )
 
 
-def _hjson_as_json5(text: str) -> str | None:
+def _hjson_as_json5(text: str) -> tuple[str, int, str] | None:
     """Converts Hjson to JSON5: adds commas at ends of lines and quotes around values, and blanks # comments.
 
-    Everything stays in its line, and keys keep their columns. Returns None if the text is not Hjson.
+    Everything stays in its line, and keys keep their columns. Also returns the offset of the first change, and its
+    reason. Returns None if the text is not Hjson.
     """
     if len(text) > _MOST_JSON5_CHARACTERS:
         return None
     parts: list[str] = []
     inside: list[str] = []  # open brackets
+    changes: list[tuple[int, str]] = []
     ended: int | None = None  # index after the last member if no comma follows it
+    end = 0  # offset of that index
     is_next_line = is_value = False
     position = 0
     while position < len(text):
@@ -127,11 +131,14 @@ def _hjson_as_json5(text: str) -> str | None:
         if kind in ("space", "hash", "comment"):
             is_next_line |= "\n" in part
             parts.append(part if kind != "hash" else " " * len(part))
+            if kind == "hash":
+                changes.append((token.start(), "a comment starts with #"))
             continue
         if ended is not None and part not in ("}", "]", ","):
             if not is_next_line or not inside:
                 return None
             parts.insert(ended, ",")
+            changes.append((end, "a comma is missing"))
             ended = None
         is_object = bool(inside) and inside[-1] == "{"
         if kind == "word" and inside and (is_value or not is_object):
@@ -139,15 +146,16 @@ def _hjson_as_json5(text: str) -> str | None:
             if set(line) & set("\"'{}[]"):
                 return None  # more likely a missing comma within the line
             part, position = json.dumps(line.strip()), token.start() + len(line)
+            changes.append((token.start(), "a text has no quotes"))
         parts.append(part)
         if kind == "mark":
             _note_bracket(inside, part)
             is_value = part == ":"
-            ended = len(parts) if part in "}]" else None
+            ended, end = (len(parts) if part in "}]" else None), position
         elif is_value or not is_object:
-            ended, is_value = len(parts), False
+            ended, end, is_value = len(parts), position, False
         is_next_line = False
-    return "".join(parts)
+    return ("".join(parts), *changes[0]) if changes else None
 
 
 def _note_bracket(inside: list[str], mark: str) -> None:
@@ -265,9 +273,7 @@ def _key_name(token: str) -> str:
         return str(json5.loads(token))
 
 
-_IS_HJSON = (
-    "is Hjson, not JSON: commas or quotes are missing, or # starts a comment; DeepSpeed reads it, other programs do not"
-)
+_IS_HJSON = "Hjson, which zeroaccel and DeepSpeed read, but other programs do not; write JSON"
 _FORMS = "a dict, the path of a JSON file, JSON text, or urlsafe base64 of JSON"
 _NEAR_NAMES = 3
 _LONGEST_PATH_SHOWN = 200
@@ -340,7 +346,7 @@ def _from_text(text: str, name: str) -> Document:
     parsed = parse_json(text, name)
     if not isinstance(parsed.value, dict):
         raise ConfigError(name, expected="an object at the top level", got=parsed.value)
-    notes = (Note((name,), _IS_HJSON, warns=True),) if parsed.is_hjson else ()
+    notes = (Note((parsed.hjson,), _IS_HJSON, warns=True),) if parsed.hjson else ()
     return Document(name, parsed.value, parsed.places, tuple(duplicate_key_problems(parsed.duplicates)), notes)
 
 

@@ -507,7 +507,7 @@ class Config(ConfigSection):
     managed_gradient_accumulation: Flag = True
     """Let the engine count micro-batches; with false, every call of step() updates the weights."""
     gradient_clipping: NonNegativeNumber = 0.0
-    """Maximum global L2 norm of the gradients; 0 disables clipping. Default 0 (DeepSpeed: 1.0 since 0.19.3)."""
+    """Maximum global L2 norm of the gradients; 0 disables clipping. Default 0; `import deepspeed`: 1.0."""
     steps_per_print: Annotated[PositiveCount | None, BeforeValidator(_steps_per_print)] = None
     """Number of optimizer steps between two log lines; by default no lines are logged."""
     dump_state: Flag = False

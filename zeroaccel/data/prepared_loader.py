@@ -208,10 +208,22 @@ class PreparedLoader(_Around):
             return f"{text}: the dataset has {samples} samples, {needed}; use a smaller batch size or drop_last=False"
         return f"{text}: the dataset or its sampler yields nothing"
 
+    def _why_repeated(self, samples: int, needed: int) -> str:
+        ranks = self._rules.world_size
+        largest = samples // ranks * (ranks if self._rules.split else 1)
+        size = f"use DataLoader(batch_size={largest}) or less, or fewer" if largest else f"use at most {samples}"
+        return (
+            f"data loader: an epoch has {samples} samples, fewer than the {needed} of one batch on each of {ranks} "
+            f"ranks: {needed - samples} samples are repeats, which count in loss and gradient, but not in "
+            f"gather_for_metrics; {size} processes"
+        )
+
     def _advance(self, loaded: LoadedBatch, position: _Position) -> None:
         self.end_of_dataloader = loaded.last
         self.remainder, self.real_samples = -1, None
         if loaded.real is not None:
+            if position.batches == 0 and self._samples_per_round is not None:
+                log_once(logging.WARNING, self._why_repeated(sum(loaded.real), self._samples_per_round))
             # Without a batch size the dataset yields whole batches, and `real` counts batches.
             single = self._loader.batch_size is None and self._loader.batch_sampler is None
             size = (batch_size_of(loaded.batch) or 1) if single else 1

@@ -182,8 +182,7 @@ def build_optimizer(
     settings = dict(settings)
     name = kind.lower()
     exact = kind.removeprefix("torch.optim.")
-    if exact.lower() in _REFUSED:
-        raise ConfigError(f"optimizer.type {kind!r} is not supported", fix=_REFUSED[exact.lower()])
+    check_optimizer_type(kind)
     if name == "muon":
         _check(kind, settings, MUON_SETTINGS)
         groups = muon_groups(_materialized(params), settings, model)
@@ -196,11 +195,9 @@ def build_optimizer(
             settings = {key: value for key, value in settings.items() if key not in {"foreach", "fused"}}
             _apply_state_dtype(settings)
         _check(kind, settings, [*_settings_of(signature), *extra])
-    elif exact in _TORCH:
+    else:
         build = _TORCH[exact]
         _check(kind, settings, _settings_of(build))
-    else:
-        raise _unknown(kind)
     return _built(kind, build, _materialized(params), settings)
 
 
@@ -244,6 +241,12 @@ def _check(kind: str, settings: Mapping[str, Any], allowed: Sequence[str]) -> No
             raise ConfigError(f"optimizer.params.{key}", expected=f"a setting of {kind}", fix=fix)
 
 
-def _unknown(kind: str) -> ConfigError:
+def check_optimizer_type(kind: str, where: str = "optimizer.type") -> None:
+    """Raises ConfigError if `build_optimizer` does not support a type; `where` is the address of the key."""
+    exact = kind.removeprefix("torch.optim.")
+    if exact.lower() in _REFUSED:
+        raise ConfigError(f"{where} {kind!r} is not supported", fix=_REFUSED[exact.lower()])
+    if kind.lower() == "muon" or kind.lower() in _OWN or exact in _TORCH:
+        return
     fix = hint(kind, known_optimizers(), f"choose one of {', '.join(known_optimizers())}", 0.6, repr)
-    return ConfigError("optimizer.type", expected="a known optimizer", got=kind, fix=fix)
+    raise ConfigError(where, expected="a known optimizer", got=kind, fix=fix)

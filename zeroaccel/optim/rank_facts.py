@@ -5,7 +5,7 @@ rank: 0 and 0.0, two NaNs, a tensor and its value. A value without a stable text
 by its name. Facts exclude settings of a single rank: its shards of parameters, its number, which rank prints.
 
 At every step each rank reduces the settings of its param groups to one number, and the collective of the gradient norm
-(`zero/grad_reducer.py`) compares these numbers. Only if they differ, the ranks exchange the groups, and every rank
+(`zero/grad_norm.py`) compares these numbers. Only if they differ, the ranks exchange the groups, and every rank
 raises the same error before any update.
 
 [Note: numbers that change late] A loop may compute the gradient norm, which compares the groups, and then set a

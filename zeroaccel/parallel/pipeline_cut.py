@@ -426,6 +426,7 @@ def _shared(stage: Stage, pieces: Sequence[_StageModule]) -> list[SharedParamete
                 if param is not None:
                     holders.setdefault(id(param), []).append((piece, module, attribute))
     names = {id(param): name for name, param in stage.model.named_parameters()}
+    params = {id(param): param for param in stage.model.parameters()}
     shared = []
     parts_between: dict[tuple[int, int], tuple[int, int]] = {}
     for key, places in holders.items():
@@ -445,7 +446,7 @@ def _shared(stage: Stage, pieces: Sequence[_StageModule]) -> list[SharedParamete
             or any(piece.kind == "block" for piece, *_ in places)
             or parts_between.setdefault((owner, reader), (first, last)) != (first, last)
         ):
-            raise _shared_by_stages(names[key])
+            raise _shared_by_stages(names[key], _tie_of(stage.model, params[key]))
         item = SharedParameter(names[key], owner, reader, first, last)
         if stage.index == owner:
             item.param = module._parameters[attribute]
@@ -456,7 +457,23 @@ def _shared(stage: Stage, pieces: Sequence[_StageModule]) -> list[SharedParamete
     return shared
 
 
-def _shared_by_stages(name: str) -> UsageError:
+def _tie_of(model: nn.Module, param: nn.Parameter) -> nn.Module | None:
+    """Returns the module that names a tie of the parameter in the user's terms, by `shared_by` and `sharing_fix`."""
+    holders = (module for module in model.modules() if hasattr(module, "shared_by"))
+    return next((module for module in holders if any(own is param for own in module.parameters())), None)
+
+
+def _shared_by_stages(name: str, tie: nn.Module | None) -> UsageError:
+    if tie is not None:
+        own = dict(tie.named_parameters())
+        return UsageError(
+            f"{tie.shared_by}: parameter {name}",
+            expected="a tied module with one parameter, in one layer of each of two stages; or its layers on one stage",
+            got=f"a module with {len(own)} parameters: {listed(list(own))}"
+            if len(own) > 1
+            else "use by more layers or stages",
+            fix=str(tie.sharing_fix),
+        )
     return UsageError(
         f"pipeline: parameter {name}",
         expected="use by one stage, or outside the blocks by two, with no other parameter in the later one's module",

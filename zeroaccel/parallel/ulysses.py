@@ -29,6 +29,7 @@ rank computes the loss of whole sequences. The gradient of the logits is the sum
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 import weakref
@@ -168,7 +169,7 @@ class UlyssesAttention:
         tokens = args[0] if tokens is None and args else tokens
         padding, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         _check_cut(tokens, kwargs)
-        self._check_same(tokens, padding, positions, kwargs.get("past_key_values"))
+        self._check_same(tokens, padding, positions, _filled_cache(model, args, kwargs))
         assert isinstance(tokens, Tensor), "_check_same refuses anything else"
         run, group = tokens.shape[1], self.group
         counts = positions is None or group.counts_from_0(positions)
@@ -190,7 +191,7 @@ class UlyssesAttention:
     def _after(self, model: nn.Module, args: Any, output: Any) -> None:
         self._sequences = None
 
-    def _check_same(self, tokens: Any, padding: Any, positions: Any, cache: Any) -> None:
+    def _check_same(self, tokens: Any, padding: Any, positions: Any, cache: str) -> None:
         """Refuses unsuitable inputs, and shapes that differ between ranks. (all ranks of the group, once per shape)
 
         Later mistakes raise only on the rank that makes them. If only one rank has a new shape, it waits until the
@@ -207,9 +208,9 @@ class UlyssesAttention:
                     got=tuple(padding.shape),
                     fix="pass a padding mask of two dims; the attention mask is computed from it",
                 )
-            if cache is not None and cache.get_seq_length():
+            if cache:
                 raise UsageError(
-                    f"{where}: past_key_values",
+                    f"{where}: {cache}",
                     expected="none",
                     got="a cache",
                     fix="generate without sequence parallelism",
@@ -469,6 +470,27 @@ def _check_cut(tokens: Any, kwargs: Mapping[str, Any]) -> None:
             got="labels, which the model would shift within the run",
             fix="cut batches with SequenceLoader or SequenceGroup.shard, or pass shift_labels beside labels",
         )
+
+
+_CACHES = ("past_key_values", "past_key_value", "cache_params", "past", "mems", "state")
+
+
+def _filled_cache(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Returns the name of an argument that has keys, values or states of earlier tokens; "" if there is none.
+
+    Caches of transformers are recognized in any argument, and tuples of tensors by the names that models give them.
+    """
+    names = list(inspect.signature(model.forward).parameters) if len(args) > 1 else []
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    for name, value in given.items():
+        if isinstance(value, (tuple, list)) and name in _CACHES and any(layer is not None for layer in value):
+            return name
+        for question in ("get_seq_length", "has_previous_state"):
+            answer = getattr(value, question, False)
+            with suppress(ValueError):  # the cache has no layer of this kind
+                if answer() if callable(answer) else answer:
+                    return name
+    return ""
 
 
 def _config_of(model: nn.Module) -> Any:

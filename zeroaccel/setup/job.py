@@ -24,7 +24,7 @@ from zeroaccel.zero.from_config import LoopRules
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-ConfigSource = Mapping[str, Any] | str | os.PathLike[str] | Config
+ConfigSource = Mapping[str, Any] | str | os.PathLike[str] | Document | Config
 OptimizerSource = Optimizer | Callable[[list[nn.Parameter]], Optimizer]
 
 
@@ -38,7 +38,7 @@ class JobSpec:
         params: parameters or param groups for the config's optimizer; None takes all trainable ones.
         lr_scheduler: a scheduler, or a function of the optimizer; None takes the config's `scheduler` section.
         training_data, collate_fn: a dataset to make a loader for.
-        config: DeepSpeed-format JSON as a dict, path or text; None is an empty config.
+        config: DeepSpeed-format JSON as a dict, path or text, also read already; None is an empty config.
         sources: origin of each value, by its dotted path in `config`, for error messages.
         facts: values that fill "auto", with their sources. The plan adds the hidden size and the number of samplers.
         unknown_keys: see `load_config`.
@@ -58,7 +58,7 @@ class JobSpec:
     lr_scheduler: Any = None
     training_data: Any = None
     collate_fn: Callable[..., Any] | None = None
-    config: ConfigSource | None = None
+    config: ConfigSource | Document | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
     facts: Facts = field(default_factory=Facts)
     unknown_keys: UnknownKeys = "standard"
@@ -79,7 +79,7 @@ class JobSpec:
             ConfigError: no such file, not readable, not JSON, or not an object.
         """
         source = {} if self.config is None else self.config
-        return source if isinstance(source, Config) else read_document(source)
+        return source if isinstance(source, (Document, Config)) else read_document(source)
 
     @property
     def config_tree(self) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from zeroaccel.config import Config, ShardPlan, TierPlan
-from zeroaccel.errors import ConfigError, UsageError
+from zeroaccel.errors import ConfigError, UsageError, listed
 from zeroaccel.logs import logger
 from zeroaccel.ops.coupled import CoupledOptimizer
 from zeroaccel.optim.lr_schedules import build_scheduler
@@ -64,6 +64,8 @@ class OptimizerPlan:
         """
         built = _optimizer(model, optimizer, params, config, names)
         groups = {} if built is None else _group_index(built.param_groups, names)
+        if built is not None:
+            _require_trainable(built, model, names)
         schedule = _scheduler(scheduler, config, built)
         declared = config.optimizer.kind if kind is None and config.optimizer is not None else kind
         kinds = None if built is None else _classified(built, declared)
@@ -82,6 +84,25 @@ class OptimizerPlan:
             _refuse_codes(config, type(self.optimizer).__name__, self.kinds.reason)
         if OptimizerKind.COUPLED in self.group_kinds:
             _check_coupled(self.optimizer, self.kinds.reason, config, shards, tiers)
+
+
+def _require_trainable(optimizer: Optimizer, model: nn.Module, names: Mapping[int, str]) -> None:
+    """Refuses an optimizer that has nothing to train, whose first step would otherwise lack a backward."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if any(param.requires_grad for param in params):
+        return
+    trainable = [names[id(param)] for param in model.parameters() if param.requires_grad]
+    fix = "pass the parameters that train, such as those of adapters, or no optimizer for an evaluation"
+    if trainable:
+        fix = f"pass parameters that train; the model has {len(trainable)}: {listed(trainable, most=3)}"
+    elif params:
+        fix = f"call requires_grad_(True) on parameters that train before this call; {fix}"
+    raise UsageError(
+        "optimizer.param_groups",
+        expected="a parameter with requires_grad=True",
+        got=f"{len(params)} parameters, all frozen" if params else "no parameters",
+        fix=fix,
+    )
 
 
 def _classified(optimizer: Optimizer, declared: OptimizerKind | str | None) -> OptimizerKinds:

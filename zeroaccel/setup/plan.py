@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from itertools import zip_longest
 from typing import Any
@@ -28,9 +28,10 @@ from zeroaccel.config import (
     solve_batch,
     tier_plan,
 )
+from zeroaccel.config.document import Document
 from zeroaccel.data import build_dataloader
 from zeroaccel.errors import ConfigError, UsageError, listed
-from zeroaccel.logs import log_once, logger, set_log_level
+from zeroaccel.logs import log_note, log_once, logger, set_log_level
 from zeroaccel.optim.rank_facts import require_same
 from zeroaccel.setup.compilation import Compilation, compilation_of
 from zeroaccel.setup.job import JobSpec
@@ -264,6 +265,15 @@ def _config(job: JobSpec, ranks: JobRanks) -> Config:
         training=job.facts.training or job.optimizer is not None,
     )
     config = load_config(job.document, sources=job.sources or None, facts=facts, unknown_keys=job.unknown_keys)
+    document = job.document
+    is_text = isinstance(document, Document) and bool(document.places)
+    trains = facts.training or config.optimizer is not None
+    if trains and is_text and "gradient_clipping" not in config.model_fields_set:
+        log_note(
+            logging.INFO,
+            "gradient_clipping: not in the config, so gradients are not clipped (DeepSpeed clips at norm 1.0 since "
+            "0.19.3); set it to a norm, or to 0",
+        )
     peer = config.checkpoint.peer
     if peer is not None and peer.enabled and not job.loop.resumes:
         raise ConfigError(
@@ -333,11 +343,25 @@ def _recomputation(model: nn.Module, config: Config) -> Recomputation | None:
 def _loader(job: JobSpec, config: Config, batch: BatchSizes, ranks: JobRanks) -> DataLoader[Any] | None:
     if job.training_data is None:
         return None
-    return build_dataloader(
+    loader = build_dataloader(
         job.training_data,
         batch.micro,
         ranks.sampler,
         ranks.samplers.value,
         collate_fn=job.collate_fn,
         drop_last=config.dataloader_drop_last,
+    )
+    items = len(job.training_data) if isinstance(job.training_data, Sized) else batch.train
+    if items < batch.train:
+        epochs = -(-batch.accumulation // len(loader))
+        log_once(logging.WARNING, _few_items(items, batch, ranks.samplers.value, epochs))
+    return loader
+
+
+def _few_items(items: int, batch: BatchSizes, samplers: int, epochs: int) -> str:
+    sizes = f"{batch.micro} per micro-batch, {batch.accumulation} micro-batches per step, {samplers} ranks"
+    effect = f"a step reads {epochs} epochs" if epochs > 1 else "every step has fewer items"
+    return (
+        f"training_data: {items} items, fewer than the {batch.train} of one step ({sizes}): {effect}; lower "
+        "train_micro_batch_size_per_gpu or gradient_accumulation_steps, or use fewer processes"
     )

@@ -502,9 +502,9 @@ class EngineBase(nn.Module):
         self._step.num_backwards = 0
 
     def _check_gradients(self, *, norm: bool) -> GradCheck:
-        """Completes the reductions, computes the norm, and compares the ranks; once per step. (all ranks)"""
+        """Completes reductions, computes the norm, compares the ranks; once, and after each change. (all ranks)"""
         boundary = self._require_boundary("step")
-        if boundary.check is not None:
+        if boundary.check is not None and boundary.is_examined:
             return boundary.check
         self._finish_reductions()
         return boundary.take_stats(norm=norm)
@@ -563,7 +563,7 @@ class EngineBase(nn.Module):
         self._check_usable()
         if self._coordinator.on_demand is not None:
             raise EngineStateError("backward inside engine.gathered()", fix="train outside it; it is for inference")
-            # Gradients only pass through a frozen model: its parameters are unsharded, and there is nothing to reduce.
+        # Gradients only pass through a frozen model: its parameters are unsharded, and there is nothing to reduce.
         collects = self._integrity.collects_gradients()
         if collects and direct and self.settings.loss_scaled:
             raise EngineStateError(

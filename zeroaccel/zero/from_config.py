@@ -360,7 +360,7 @@ def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-# Values for required arguments that are "auto" and that `auto_rules` fills later.
+# Values for required arguments that are "auto" until the whole job is known.
 _STAND_INS: Mapping[str, Any] = {"total_num_steps": 1000, "warmup_num_steps": 10, "lr": 1e-3}
 
 

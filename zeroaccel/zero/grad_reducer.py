@@ -207,6 +207,7 @@ class GradReducer:
         copies: copies reduced gradients to host memory as they complete, for a step on the host.
 
     Attributes:
+        changes: how often a program has changed reduced gradients.
         facts: result of the `join` that `end` called, in host memory; None without it, or if gradients have changed.
     """
 
@@ -240,6 +241,7 @@ class GradReducer:
         self._expected: frozenset[int] | None = None
         self._on_shard_ready: Callable[[GradientBuffer], None] | None = None
         self.facts: Tensor | None = None
+        self.changes = 0
         self._largest: Tensor | None = None  # (1,) int32, over gradients that go to the host unchanged
 
     @property
@@ -349,8 +351,9 @@ class GradReducer:
             self.facts = joined.landed()
 
     def changed(self) -> None:
-        """Discards `facts` after a program has changed reduced gradients."""
+        """Discards `facts` after a program has changed reduced gradients, and counts the change."""
         self.facts = None
+        self.changes += 1
 
     # -- one step
 

@@ -1,7 +1,8 @@
 """Ranges of a flat buffer: the place of each parameter, the shard of each rank, and their intersections.
 
-Index arithmetic, without process groups. Everything that is cut (shards, param groups, sub-groups, ranges that a
-checkpoint saves and loads, ranges that `safe_get_full_*` reads) is a `FlatRange` of one buffer, cut by intersection.
+Index arithmetic; only `whole_of` and `holders` take collectives. Everything that is cut (shards, param groups,
+sub-groups, ranges that a checkpoint saves and loads, ranges that `safe_get_full_*` reads) is a `FlatRange` of one
+buffer, cut by intersection.
 
 Letters: `W` ranks, `N` elements of the padded flat buffer, `S` elements of one rank's shard: `N / W` in an even layout.
 

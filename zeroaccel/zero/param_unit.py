@@ -143,7 +143,7 @@ class FlatBuffer:
         """
         if source.dtype is torch.float64 and self.dtype.itemsize < 4:
             source = source.float()  # rounds through the fp32 master, as every step does
-            # Weights before masters: masters may share the memory of the weights, but must not get rounded values.
+        # Weights before masters: masters may share the memory of the weights, but must not get rounded values.
         self.full.copy_(source)
         self.store_in(shard, masters)
         if not self.persistent:
@@ -260,7 +260,8 @@ class FlatBuffer:
             False if uses of some parameter would not be noticed, because its class has no checks.
         """
         if moves or self.persistent:
-            self.store_in(MemoryShard(self.place(), self.shard.read(self.own).clone()))
+            place = self.place(copies=self.shard.copies)  # the copy may be in host memory, and the gather on a device
+            self.store_in(MemoryShard(place, self.shard.read(self.own).clone()))
         self.shard.secondary.drop()
         self.on_read = on_read
         for use in self._uses:
@@ -483,7 +484,9 @@ class ParamUnit:
             if not buffer.persistent:
                 buffer.shown.add(index)
         try:
-            label = f"unshard the rest of {self.name}" if in_loop else f"unshard {len(wanted)} of {self.name}"
+            names = [buffer.layout.slots[index].fqn for buffer, index in wanted]
+            some = names[0] if len(names) == 1 else f"{len(names)} of {self.name}"
+            label = f"unshard the rest of {self.name}" if in_loop else f"unshard {some}"
             for work in self._gather_missing(label, every=in_loop and is_missing):
                 work.wait()
         except BaseException:

@@ -1,4 +1,6 @@
-"""The optimizer over fp32 masters: any `torch.optim` class updates this rank's part of them.
+"""The optimizer over fp32 masters: a class of `torch.optim` updates this rank's part of them.
+
+Classes that need a closure or sparse gradients are refused before (`optim/optimizer_kinds.py`).
 
 A buffer's masters are cut into pieces (`storage/masters.py`): one per run of parameters of one param group for an
 elementwise rule, one per parameter, in its shape, for a rule that needs full tensors (`OptimizerKind`). The
@@ -192,7 +194,7 @@ class ShardedOptimizer:
                 elif failure is None:
                     if earlier is not None:
                         earlier.wait()  # one update at a time on the tiers
-                        # The kernel that updates masters also writes the rounded copies, with the masters in cache.
+                    # The kernel that updates masters also writes the rounded copies, with the masters in cache.
                     with self._timed(), self._new_weights(buffer) as out:
                         groups, next_masters = self.optimizer.param_groups, following.get(id(buffer))
                         self.update(buffer, _reduced(gradient), grad_scale, next_masters, out, groups)

@@ -73,7 +73,13 @@ class StepBoundary:
         kernels_for(reducer.device)  # compile now, not in the first step
         self._last: tuple[GradCheck, float] | None = None  # with its loss scale
         self._unverified: deque[tuple[int, DeviceStats]] = deque()  # steps that continued without a comparison of ranks
+        self._examined = 0  # of `GradReducer.changes`, at the last `take_stats`
         self._before: GradCheck | None = None  # of the step before the last call of `stops`
+
+    @property
+    def is_examined(self) -> bool:
+        """True if `check` is of the present gradients: the program has changed none since."""
+        return self.check is not None and self._examined == self._reducer.changes
 
     @property
     def grad_norm(self) -> float | None:
@@ -97,7 +103,7 @@ class StepBoundary:
 
     def take_stats(self, *, norm: bool) -> GradCheck:
         """Examines complete gradients and compares the ranks; once per step. (all ranks)"""
-        ranks = self._collectives
+        ranks, self._examined = self._collectives, self._reducer.changes
         shards = [(g.shard, g.buffer) for g in self._reducer.gradients if g.shard is not None]
         # Gradients that several ranks hold, on replicas or along another mesh axis, count once in the norm.
         counted = [

@@ -33,7 +33,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Protocol
 
 import torch
@@ -287,6 +287,7 @@ _CASTS = frozenset({"to", "type", "cpu", "cuda", "float", "double", "half", "bfl
 _NO_WRITES = frozenset({"requires_grad_", "detach_", "rename_", "share_memory_", "retain_grad_"})
 _ARITHMETIC = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
 _OPERATORS = frozenset(f"__i{name}__" for name in _ARITHMETIC.split()) | {"__setitem__"}
+_DDP = inspect.unwrap(nn.parallel.DistributedDataParallel.__init__).__code__
 _CLIP_VALUE = inspect.unwrap(clip_grad_value_).__code__
 _OVERWRITES = frozenset({"copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_", "normal_", "uniform_", "data"})
 
@@ -485,6 +486,8 @@ def _call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         call = function_name(func)
         if call == "grad":
             _refuse_to_clip(sys._getframe(2))
+        elif call == "device":
+            _refuse_to_wrap(sys._getframe(2), args[0])
         if call not in METADATA and call not in _SHAPES:
             for tensor in _sharded(args, kwargs):
                 unshard_released(tensor)
@@ -605,14 +608,31 @@ def _outlived(record: _ShardedUse, call: str) -> EngineStateError:
 
 def _refuse_to_clip(caller: FrameType) -> None:
     """Raises for torch's clip_grad_value_, which would find no gradients and raise an error without a name."""
-    around = None if caller.f_back is None else caller.f_back.f_code  # a comprehension may be a frame of its own
-    if _CLIP_VALUE in (caller.f_code, around):
+    if _is_called_by(_CLIP_VALUE, caller):
         raise EngineStateError(
             "torch.nn.utils.clip_grad_value_",
             expected="gradients in param.grad",
             got="none, because the engine keeps them, reduced and sharded",
             fix="call engine.clip_grad_value_(value) between backward and step, or set gradient_clipping in the config",
         )
+
+
+def _refuse_to_wrap(caller: FrameType, param: Any) -> None:
+    """Raises for torch's DistributedDataParallel, which would broadcast and reduce the NaN of sharded parameters."""
+    if _is_called_by(_DDP, caller):
+        raise UsageError(
+            f"torch.nn.parallel.DistributedDataParallel, parameter {_record(param).fqn}",
+            expected="a model whose parameters are whole",
+            got="a sharded parameter",
+            fix="pass the model to zeroaccel.initialize() or to an Accelerator with a ZeRO config, and do not wrap it; "
+            "accelerate wraps it if ACCELERATE_USE_CPU or cpu=True is set, so remove that. A model that needs no "
+            "engine must be loaded before the Accelerator or TrainingArguments, after which models are sharded",
+        )
+
+
+def _is_called_by(code: CodeType, caller: FrameType) -> bool:
+    """Returns True if a frame belongs to the code, or to a comprehension in it, which may be a frame of its own."""
+    return caller.f_code is code or (caller.f_back is not None and caller.f_back.f_code is code)
 
 
 def _is_metadata(func: Callable[..., Any], call: str) -> bool:

@@ -69,6 +69,7 @@ def arguments(mode: str, folder: Path, **more: Any) -> Any:
         "disable_tqdm": True,
         "seed": 3,
         "dataloader_pin_memory": False,
+        "remove_unused_columns": False,
         "deepspeed": zero_config(mode),
         "use_cpu": mode == "ddp",
     }

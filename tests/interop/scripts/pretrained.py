@@ -1,6 +1,6 @@
 """transformers' classes from files: each loads, trains one step and saves under DDP and at stages 2 and 3.
 
-    python tests/interop/scripts/pretrained.py --work DIR [--only 'Bert*'] [--heads 'masked LM,CTC'] [--table FILE]
+    python tests/interop/scripts/pretrained.py --work DIR [--only 'Bert*,Esm*'] [--heads 'masked LM,CTC'] [--table FILE]
 
 The classes are those of `tests/multi/zero/zoo.py`, which makes a small model of each; its files are written here. A row
 is "equal" if stage 3 saves the files of stage 2 to the last bit, DDP saves them within rounding, and plain transformers
@@ -63,7 +63,8 @@ def _case(name: str, source: Path) -> beside_ddp.Case:
         batch = torch.load(source / "batch.pt")
         rank = int(os.environ["RANK"])
         if mode == "ddp":
-            accelerator = accelerate.Accelerator(cpu=True)
+            unused = accelerate.DistributedDataParallelKwargs(find_unused_parameters=True)
+            accelerator = accelerate.Accelerator(cpu=True, kwargs_handlers=[unused])
         else:
             config = {
                 **(zero_config(mode) or {}),
@@ -109,7 +110,7 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     rows = []
     for head, kind, name in classes():
-        if head not in options.heads.split(",") or not fnmatch(name, options.only):
+        if head not in options.heads.split(",") or not any(fnmatch(name, each) for each in options.only.split(",")):
             continue
         work = options.work.absolute()
         if reason := _write(kind, name, work / "sources" / name):

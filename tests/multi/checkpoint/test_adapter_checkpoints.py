@@ -17,6 +17,7 @@ from tests.support.pool import Ranks
 from tests.support.refusals import message
 from tests.support.training import plain_step, train_step
 from zeroaccel import zero
+from zeroaccel.accelerate import pretrained_saving
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.recording import RecordingCollectives
 from zeroaccel.comm.topology import init_process_group
@@ -104,6 +105,64 @@ def test_adapters_train_alike_at_all_stages(ranks: Ranks, kind: str) -> None:
     for plain, runs in ranks(2).run(_at_stages, kind):
         assert runs == [runs[0]] * 4
         assert runs[0] == pytest.approx(plain, abs=1e-6)
+
+
+_SHARED: dict[str, dict[str, Any]] = {
+    "LoraConfig": {"r": 2, "modules_to_save": ["head"], "use_dora": True},
+    "VeraConfig": {"r": 2},
+    "IA3Config": {"feedforward_modules": ["second"], "init_ia3_weights": False},
+    "PromptEncoderConfig": {"task_type": "CAUSAL_LM", "num_virtual_tokens": 2, "encoder_hidden_size": 8},
+    "TrainableTokensConfig": {"token_indices": [3, 5]},
+}
+_OF_TOKENS = ("PromptEncoderConfig", "TrainableTokensConfig")
+
+
+def _language_model() -> Any:
+    import transformers
+
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=2))
+
+
+def _saved_at(stage: int, method: str, folder: Path) -> tuple[list[float], dict[str, Tensor]]:
+    """Adapts a sharded base, trains, and saves on all ranks."""
+    import peft
+    from safetensors.torch import load_file
+
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
+    torch.manual_seed(0)
+    with zero.Init(enabled=stage == 3, config_dict_or_path=config):
+        model = _language_model() if method in _OF_TOKENS else Network("")
+    torch.manual_seed(1)
+    targets = {"target_modules": ["first", "second"]} if method not in _OF_TOKENS else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted = peft.get_peft_model(model, getattr(peft, method)(**targets, **_SHARED[method]))
+    engine = _engine(adapted, stage)
+    pretrained_saving.attach(engine)
+    try:
+        losses = _token_steps(engine) if method in _OF_TOKENS else _steps(engine, 2)
+        rank = torch.distributed.get_rank()
+        adapted.save_pretrained(folder / f"{stage}", is_main_process=rank == 0, save_embedding_layers=False)
+        torch.distributed.barrier()
+        return losses, load_file(folder / f"{stage}" / "adapter_model.safetensors")
+    finally:
+        pretrained_saving.detach()
+        engine.destroy()
+
+
+def _token_steps(engine: Any) -> list[float]:
+    tokens = torch.arange(12).view(2, 6)
+    return [train_step(engine, engine(input_ids=tokens, labels=tokens).loss) for _ in range(2)]
+
+
+@pytest.mark.parametrize("method", _SHARED)
+def test_adapters_of_a_sharded_base_are_saved_as_of_a_whole_one(ranks: Ranks, method: str, tmp_path: Path) -> None:
+    whole, sharded = (ranks(2).run(_saved_at, stage, method, tmp_path) for stage in (1, 3))
+    for (losses, values), (own_losses, own) in zip(whole, sharded, strict=True):
+        assert own_losses == losses
+        assert own.keys() == values.keys()
+        assert all(torch.equal(own[name], value) for name, value in values.items())
 
 
 def _gathers_of_attaching(folder: Path) -> tuple[list[Any], list[Any], list[float]]:

@@ -9,11 +9,14 @@ import time
 
 import torch
 
+import zeroaccel
+from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.hierarchical import arrange
 from zeroaccel.comm.topology import init_process_group
 from zeroaccel.config import comm_plan, load_config
 from zeroaccel.errors import CollectiveError
+from zeroaccel.zero import GatheredParameters
 
 PART = 1000
 
@@ -85,6 +88,27 @@ def exception(model: Layers) -> None:
     if model.rank == 1:
         raise ValueError("batch 7 has no labels")
     model.step(1)
+
+
+def agreement(model: Layers) -> None:
+    model.step(0)
+    if model.rank == 0:
+        with agreed(model.collectives, "read the labels"):
+            raise KeyError("batch 7 has no labels")
+    model.step(1)
+
+
+def gathered_block(model: Layers) -> None:
+    """Raises on rank 0 inside `GatheredParameters`, where the other ranks run a forward."""
+    net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 2))
+    stage = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    config = {"train_batch_size": model.world_size, "zero_optimization": stage}
+    engine, *_ = zeroaccel.initialize(net, config=config, collectives=model.collectives)
+    weight = engine.module[0].weight
+    with torch.no_grad(), GatheredParameters(weight, modifier_rank=0):
+        if model.rank == 0:
+            weight.copy_(torch.ones(3, 3))
+        engine(torch.ones(1, 8))
 
 
 def killed(model: Layers) -> None:

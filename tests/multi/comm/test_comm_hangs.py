@@ -112,6 +112,29 @@ PARTED = {
         cleaned=(0, 1, 2),
         tracebacks=1,  # the rank's own traceback
     ),
+    "a rank that raises in GatheredParameters while others run a forward": Scenario(
+        "gathered_block",
+        2,
+        (1, 75),
+        (
+            r"\[zeroaccel E\] rank 0 raised RuntimeError: The size of tensor .*, at .*hanging_ranks\.py:\d+ in gather",
+            r"The other ranks could not be told: rank 0 waits for .*GatheredParameters\(0\.weight",
+            r"The cause is the exception on rank 0\.",
+        ),
+        cleaned=(0, 1),
+        tracebacks=1,  # the rank's own traceback
+    ),
+    "a rank whose exception no other rank agrees about": Scenario(
+        "agreement",
+        2,
+        (1, 75),
+        (
+            r"\[zeroaccel E\] rank 0 raised KeyError: 'batch 7 .*', at .*hanging_ranks\.py:\d+ in agreement\.",
+            r"The cause is the exception on rank 0\.",
+        ),
+        cleaned=(0, 1),
+        tracebacks=None,  # of the report and of the exception
+    ),
     "a rank that is killed": Scenario("killed", 2, (75, -9), ("rank 1: no answer", "rank 0: waiting for gather #3")),
     "the rank that has the store is killed": Scenario(
         # Without the store, each survivor reports only its own state.
@@ -159,7 +182,11 @@ PARTED = {
     "a job without trouble": Scenario("orderly", 3, (0, 0, 0)),
     "a rank without need of the store outlives it": Scenario("first_leaves_early", 2, (0, 0)),
 }
-DEEPER = ("ranks in different branches", "different reductions of two hops")  # others end in the same way
+DEEPER = (
+    "ranks in different branches",
+    "different reductions of two hops",
+    "a rank whose exception no other rank agrees about",
+)  # others end in the same way
 
 Ended = Callable[[Scenario], JobResult]
 

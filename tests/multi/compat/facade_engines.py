@@ -12,6 +12,7 @@ from zeroaccel import compat
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
+    "gradient_clipping": 0.0,
     "gradient_accumulation_steps": 2,
     "optimizer": {"type": "Adam", "params": {"lr": 0.01, "betas": [0.8, 0.99]}},
 }

@@ -20,6 +20,7 @@ from zeroaccel.errors import CheckpointError, UsageError, ZeroAccelError
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
+    "gradient_clipping": 0.0,
     "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
 }

@@ -50,6 +50,38 @@ def test_an_engine_answers_about_ranks_and_config(ranks: Ranks) -> None:
         assert ranks(2).run(with_facade, _answers, stage) == [[0.5, 7, False, False]] * 2
 
 
+def _clipped(given: dict[str, Any], folder: Path) -> tuple[float, bool]:
+    """Returns the limit, and whether a step of SGD with gradients of a norm above 1 moved by the limit."""
+    import deepspeed
+
+    sgd = {"type": "SGD", "params": {"lr": 1.0}}
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": sgd, "zero_optimization": {"stage": 2}, **given}
+    path = folder / f"{torch.distributed.get_rank()}.json"
+    path.write_text(json.dumps(config))
+    norms = []
+    for source in (config, str(path)):
+        model = nn.Linear(4, 2)
+        before = [param.detach().clone() for param in model.parameters()]
+        engine, *_ = deepspeed.initialize(model=model, config=source)
+        engine.backward(10 * engine(torch.ones(2, 4)).sum())
+        engine.step()
+        moves = [(new - old).square().sum() for old, new in zip(before, model.parameters(), strict=True)]
+        norms.append(torch.stack(moves).sum().sqrt().item())
+        limit = engine.gradient_clipping()
+        engine.destroy()
+    return limit, all(abs(norm - limit) < 1e-3 for norm in norms)
+
+
+@pytest.mark.parametrize(
+    ("given", "limit"),
+    [({}, 1.0), ({"gradient_clipping": "auto"}, 1.0), ({"gradient_clipping": 0.5}, 0.5), ({"gradient_clipping": 0}, 0)],
+)
+def test_gradients_are_clipped_at_1_unless_the_config_sets_the_norm(
+    ranks: Ranks, tmp_path: Path, given: dict[str, Any], limit: float
+) -> None:
+    assert ranks(2).run(with_facade, _clipped, given, tmp_path) == [(limit, limit > 0)] * 2
+
+
 def _every_question() -> None:
     from zeroaccel.compat.surface import ABSENT_MEMBERS, QUESTIONS
 

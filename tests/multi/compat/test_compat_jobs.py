@@ -120,7 +120,8 @@ except ValueError as error:
 deepspeed.init_distributed("gloo", init_method=address, rank=rank, world_size=2)
 deepspeed.init_distributed()
 model = torch.nn.Linear(2, 1)
-config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}, "zero_optimization": {"stage": 3}}
+config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0}
+config |= {"optimizer": {"type": "SGD"}, "zero_optimization": {"stage": 3}}
 engine, *_ = deepspeed.initialize(model=model, config=config)
 loss = engine(torch.ones(1, 2)).sum()
 engine.backward(loss)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -34,6 +35,36 @@ def _batch_sizes(drop: bool) -> list[int]:
 @pytest.mark.parametrize(("drop", "sizes"), [(False, [2, 2, 1]), (True, [2, 2])])
 def test_the_last_batch_of_a_loader_may_be_dropped(ranks: Ranks, drop: bool, sizes: list[int]) -> None:
     assert ranks(2).run(_batch_sizes, drop) == [sizes, sizes]
+
+
+def _said_of_items(num_items: int, accumulation: int) -> list[str]:
+    said: list[str] = []
+    data = [torch.zeros(8, dtype=torch.long)] * num_items
+    settings = {**config(1), "gradient_accumulation_steps": accumulation}
+    with patch("zeroaccel.setup.plan.log_once", lambda _, message: said.append(message)):
+        engine, *_ = zeroaccel.initialize(Toy(), config=settings, training_data=data)
+    engine.destroy()
+    return [message for message in said if message.startswith("training_data")]
+
+
+@pytest.mark.parametrize(
+    ("num_items", "accumulation", "words"),
+    [
+        (3, 1, "3 items, fewer than the 4 of one step (2 per micro-batch, 1 micro-batches per step, 2 ranks): every "),
+        (
+            6,
+            4,
+            "6 items, fewer than the 16 of one step (2 per micro-batch, 4 micro-batches per step, 2 ranks): a step "
+            "reads 2 epochs",
+        ),
+    ],
+)
+def test_fewer_items_than_a_step_needs_are_reported(
+    ranks: Ranks, num_items: int, accumulation: int, words: str
+) -> None:
+    for said in ranks(2).run(_said_of_items, num_items, accumulation):
+        assert [message.startswith(f"training_data: {words}") for message in said] == [True]
+    assert ranks(2).run(_said_of_items, 4 * accumulation, accumulation) == [[], []]
 
 
 def _collecting() -> list[bool]:

@@ -21,7 +21,7 @@ from zeroaccel.checkpoint.consolidate import get_fp32_state_dict_from_zero_check
 from zeroaccel.compat.deepspeed_engine import initialize
 from zeroaccel.compat.deepspeed_pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from zeroaccel.config.parallel import ParallelConfig, PipelineConfig
-from zeroaccel.errors import ZeroAccelError
+from zeroaccel.errors import UsageError, ZeroAccelError
 
 transformers = pytest.importorskip("transformers")
 pytestmark = NEEDS_STAGES
@@ -345,6 +345,20 @@ def test_a_pipeline_module_of_deepspeed(ranks: Ranks, partition: str, stages: in
     settings = config(1, "fp32", MICRO_BATCHES, optimizer=SGD, gradient_clipping=0.5)
     whole = ranks(1).run(facade, settings, 1, partition)[0]
     require_same(ranks(stages).run(facade, settings, stages, partition), whole)
+
+
+def _tied_with_a_bias(settings: Mapping[str, Any]) -> str:
+    layers = [TiedLayerSpec("k", nn.Linear, 8, 8), LayerSpec(nn.Linear, 8, 8), TiedLayerSpec("k", nn.Linear, 8, 8)]
+    model = PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss, partition_method="uniform")
+    with pytest.raises(UsageError) as caught:
+        initialize(model=model, config=dict(settings))
+    return str(caught.value)
+
+
+def test_a_tie_of_several_parameters_is_named_by_its_key(ranks: Ranks) -> None:
+    for said in ranks(2).run(_tied_with_a_bias, config(1, "fp32", MICRO_BATCHES, optimizer=SGD)):
+        assert said.startswith("TiedLayerSpec('k'): parameter 0.module.weight: expected a tied module")
+        assert "2 parameters: module.weight, module.bias" in said
 
 
 # -- checkpoints

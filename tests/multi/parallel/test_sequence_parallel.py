@@ -309,6 +309,12 @@ def _use_wrongly(engine: Any, what: str) -> None:
         engine(input_ids=batch["input_ids"][:, : 8 + rank % 2])
     elif what == "mask":
         engine(input_ids=batch["input_ids"][:, :8], attention_mask=torch.ones(BATCH, 1, 16, 16))
+    elif what in ("past_key_values", "cache_params"):
+        cache, ids = transformers.DynamicCache(), batch["input_ids"][:, :8]
+        cache.update(torch.ones(BATCH, 2, 4, 8), torch.ones(BATCH, 2, 4, 8), 0)
+        engine(ids, **{what: cache})
+    elif what == "tuples":
+        engine(batch["input_ids"][:, :8], past_key_values=((torch.ones(BATCH, 2, 4, 8),) * 2,))
     elif what == "uncut":
         engine(**batch)
     elif what == "tensor":
@@ -329,6 +335,9 @@ def _use_wrongly(engine: Any, what: str) -> None:
         ("length", "a sequence length that is divisible by the 2 ranks of a sequence, got '15 tokens'"),
         ("ranks", "got '((2, 8), False, False) on FIRST and ((2, 9), False, False) on SECOND'"),
         ("mask", "forward: attention_mask: expected (2, 8) for this rank's tokens, got (2, 1, 16, 16)"),
+        ("past_key_values", "forward: past_key_values: expected none, got 'a cache'"),
+        ("cache_params", "forward: cache_params: expected none, got 'a cache'"),
+        ("tuples", "forward: past_key_values: expected none, got 'a cache'"),
         (
             "uncut",
             "forward: expected a run of a batch, with shift_labels (the next token of each position), got",

@@ -333,3 +333,21 @@ def test_a_scheduler_section_without_an_optimizer_is_ignored_with_a_warning(rank
     for alone, lines in ranks(2).run(_schedule_without_optimizer):
         assert alone
         assert sum("scheduler is ignored: this engine is for inference" in line for line in lines) == 1
+
+
+def _nothing_to_train(frozen: bool, listed: bool) -> str:
+    model = torch.nn.Linear(2, 1).requires_grad_(not frozen)
+    params = list(model.parameters()) if listed else []
+    optimizer = torch.optim.AdamW([{"params": params}, {"params": []}])
+    with pytest.raises(UsageError) as raised:
+        zeroaccel.initialize(model, optimizer, config={"train_micro_batch_size_per_gpu": 2})
+    return str(raised.value)
+
+
+def test_an_optimizer_needs_a_trainable_parameter(ranks: Ranks) -> None:
+    """Regression: the first step missed a backward."""
+    where = "optimizer.param_groups: expected a parameter with requires_grad=True"
+    for text in ranks(2).run(_nothing_to_train, True, True):
+        assert f"{where}, got '2 parameters, all frozen'; call requires_grad_(True)" in text
+    for text in ranks(2).run(_nothing_to_train, False, False):
+        assert f"{where}, got 'no parameters'; pass parameters that train; the model has 2: weight, bias" in text

@@ -179,6 +179,8 @@ def _undone() -> list[str]:
     assert full_elements(copied) <= 2
     for one in (copied, model):
         assert torch.equal(one(torch.ones(1, 5)), expected)
+    attempt(UsageError, lambda: nn.parallel.DistributedDataParallel(model))
+    attempt(UsageError, lambda: nn.parallel.DistributedDataParallel(model, init_sync=False))
     early = model[0].weight.data
     attempt(UsageError, lambda: zero.Init(dtype=torch.int32))
     attempt(UsageError, lambda: zero.Init(remote_device="tape"))  # type: ignore[arg-type]
@@ -198,8 +200,12 @@ def _undone() -> list[str]:
 
 def test_exits_undo_everything_and_mistakes_are_named(ranks: Ranks) -> None:
     for found in ranks(2).run(_undone):
-        pickled, dtype, device, nvme, early, twice = found
+        pickled, *wrapped, dtype, device, nvme, early, twice = found
         assert "parameter 0.weight: expected no read of its values while it is sharded" in pickled
+        assert len(wrapped) == 2
+        for error in wrapped:
+            assert "DistributedDataParallel, parameter 0.weight: expected a model whose parameters are whole" in error
+            assert "accelerate wraps it if ACCELERATE_USE_CPU or cpu=True is set" in error
         assert "a view of parameter 0.weight: expected a view that was made of the parameter as it is" in early
         assert "read param.data or state_dict() again" in early
         assert "a floating-point torch.dtype" in dtype
@@ -224,11 +230,14 @@ def test_one_rank_only_casts(ranks: Ranks) -> None:
 def _traffic() -> list[str]:
     """initialize() does not send values again that are already equal on all ranks."""
     zeroaccel.comm.topology.init_process_group()
-    with zero.Init():
-        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     collectives = RecordingCollectives(
         zeroaccel.comm.collectives.Collectives(zeroaccel.comm.topology.current_topology())
     )
+    with zero.Init(collectives=collectives):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    collectives.calls.clear()
+    model[1].weight.sum()
+    assert [call.label for call in collectives.calls] == ["unshard 1.weight"]  # a hang's report shows it
     engine, *_ = zeroaccel.initialize(model, config=config(3), collectives=collectives)
     engine.destroy()
     return [call.label for call in collectives.calls if "initial weights" in call.label]

@@ -108,6 +108,14 @@ ADD_SCHEDULER = 'add a "scheduler" section'
 REFUSED = [
     # optimizer, schedule, optimizer in the config, schedule in the config; parts of the message
     ("dummy", "none", None, None, 'DummyOptim needs an optimizer in the config|add an "optimizer" section|or pass a'),
+    (
+        "code",
+        "none",
+        {**ADAMW, "type": "AdamV"},
+        None,
+        "optimizer.type: expected a known optimizer, got 'AdamV'|Adam'?",
+    ),
+    ("code", "none", {**ADAMW, "type": "lbfgs"}, None, "optimizer.type 'lbfgs' is not supported"),
     ("code", "none", ADAMW, None, "optimizer AdamW, and SGD in code|remove the section|or pass DummyOptim"),
     (
         "code",

@@ -305,7 +305,8 @@ def test_text_becomes_a_value(key: str, text: str, value: Any) -> None:
         ("num_processes", "auto", "expected a whole number, got 'auto'"),
         ("gradient_accumulation_steps", "x", "expected a whole number, or \"auto\", got 'x'"),
         ("use_cpu", "maybe", "expected yes or no, got 'maybe'"),
-        ("main_process_ip", " ", "expected text, got ''"),
+        ("main_process_ip", " ", "expected text, got an empty answer to 'What is the network address of machine 0?'"),
+        ("hostfile", "", "expected a path, got an empty answer to 'Where is the hostfile?'"),
     ],
 )
 def test_invalid_answers_are_refused(key: str, text: str, words: str) -> None:

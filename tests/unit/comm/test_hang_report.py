@@ -100,6 +100,34 @@ def test_a_rank_that_left_is_reported_from_one_that_failed() -> None:
     assert "The cause is the exception on rank 1." in text
 
 
+def test_an_exception_that_the_others_were_not_told_of_comes_first() -> None:
+    told = "ValueError: no labels, at t.py:7 in main"
+    states = {
+        rank: RankState(rank, waiting=call, recent=[call], exception="" if rank else told)
+        for rank, call in enumerate([_call(1, "agree", "control"), _call(1, "save", "control")])
+    }
+    lines = compose(ALARM, states, 2).splitlines()
+    assert lines[0] == "rank 0 raised ValueError: no labels, at t.py:7 in main."
+    assert lines[1] == "  The other ranks could not be told: rank 0 has waited 3.0 s."
+    assert lines[-2].startswith("  First difference: control #1")
+    assert lines[-1] == "  The cause is the exception on rank 0."
+
+
+def test_a_sharded_parameter_that_one_rank_uses_alone_is_named() -> None:
+    using = RankState(0, waiting=_call(3, "unshard 0.weight")._replace(phase=""), where="train.py:9 in <module>")
+    elsewhere = (
+        RankState(1, finished=_call(2, "z"), where="train.py:11 in <module>"),
+        RankState(1, finished=_call(2, "z"), exit_reason="finished and left"),
+        RankState(1, waiting=_call(1, "cores", "control")),
+    )
+    for other in elsewhere:
+        text = compose(ALARM, {0: using, 1: other}, 2)
+        assert '"unshard 0.weight" (8 x float32); main thread at train.py:9' in text
+        assert "for a use of it that only rank 0 makes, as under `if rank == 0`" in text.splitlines()[-1]
+        in_forward = RankState(0, waiting=_call(3, "unshard 0.weight"))
+        assert "a use of it" not in compose(ALARM, {0: in_forward, 1: other}, 2)
+
+
 def test_a_silent_rank_and_one_in_a_collective_of_another_kind_are_named() -> None:
     text = compose(ALARM, {0: RankState(0, waiting=_call(3, "a"))}, 2)
     assert "rank 1: no answer" in text

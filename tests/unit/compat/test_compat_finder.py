@@ -18,9 +18,10 @@ from tests import time_limits
 from tests.support.environment import ROOT
 from tests.support.job import run_command
 from zeroaccel import compat
-from zeroaccel.compat.deepspeed_init import from_library
 from zeroaccel.compat.finder import inherited_environment
+from zeroaccel.compat.library_config import from_library, read
 from zeroaccel.compat.surface import ABSENT, SURFACE
+from zeroaccel.config import load_config
 from zeroaccel.errors import ConfigError, UsageError
 
 
@@ -165,7 +166,7 @@ def test_dicts_from_libraries_say_the_same_in_the_words_of_the_format() -> None:
         "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": 7},
     }
     kept = {**given, "zero_optimization": dict(given["zero_optimization"])}  # type: ignore[call-overload]
-    assert from_library(given) == {
+    assert from_library(given).tree == {
         "zero_optimization": {"stage": 3, "reduce_bucket_size": 64, "stage3_prefetch_bucket_size": 7}
     }
     assert given == kept
@@ -175,6 +176,71 @@ def test_a_dotted_key_whose_section_is_a_value_is_named() -> None:
     config = {"zero_optimization": True, "zero_optimization.reduce_bucket_size": 5.0}
     with pytest.raises(ConfigError, match=r"^zero_optimization.reduce_bucket_size: expected an object for its section"):
         from_library(config)
+
+
+_OF_A_FILE = """
+import copy, pickle, sys
+from zeroaccel import compat
+from zeroaccel.errors import ConfigError
+
+compat.install()
+import deepspeed
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
+
+source = HfDeepSpeedConfig(sys.argv[1])
+assert source.is_zero2() and type(pickle.loads(pickle.dumps(source.config))) is dict
+source.config["train_batch_size"] = -4  # as transformers fills in "auto"
+source.config["steps_per_print"] = float("inf")
+for config in (source.config, copy.deepcopy(source.config)):
+    try:
+        deepspeed.DeepSpeedConfig(config)
+    except ConfigError as error:
+        print(error)
+HfDeepSpeedConfig({"bf16": {"enabled": True}})
+try:
+    HfDeepSpeedConfig(sys.argv[1] + "n")
+except ConfigError as error:
+    print(error)
+"""
+
+
+def test_configs_that_accelerate_reads_from_a_file_keep_its_places(tmp_path: Path) -> None:
+    package = tmp_path / "accelerate" / "utils"
+    package.mkdir(parents=True)
+    (tmp_path / "accelerate" / "__init__.py").touch()
+    (package / "__init__.py").touch()
+    (package / "deepspeed.py").write_text(
+        "import copy\n\n\nclass HfDeepSpeedConfig:\n    def __init__(self, config_file_or_dict):\n"
+        "        assert isinstance(config_file_or_dict, dict)\n"
+        "        self.config = copy.deepcopy(config_file_or_dict)\n\n"
+        "    def is_zero2(self):\n        return self.config['zero_optimization']['stage'] == 2\n"
+    )
+    file, script = tmp_path / "ds.json", tmp_path / "script.py"
+    file.write_text(
+        '{\n  // sizes\n  "train_batch_size": "auto",\n  "gradient_acumulation_steps": 4,\n'
+        '  "zero_optimization": {"stage": 2, "reduce_bucket_sise": 5}\n}\n'
+    )
+    script.write_text(_OF_A_FILE)
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    run = run_command([sys.executable, script, file], env=environment, fresh=True)
+    lines = [
+        f"{file}: 2 settings are wrong",
+        f'  {file}:3:3 ("auto", which the program filled in): train_batch_size: expected a number above 0, got -4',
+        f'  {file}:5:37: zero_optimization.reduce_bucket_sise: unknown key; did you mean "reduce_bucket_size"?',
+    ]
+    missing = f"config file '{file}n' does not exist"
+    assert [line.partition(" (working")[0] for line in run.stdout.splitlines()] == [*lines, *lines, missing], run.stderr
+
+
+def test_a_file_read_by_accelerate_names_the_place_of_a_near_miss(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{\n  "gradient_acumulation_steps": 4\n}\n')
+    config = load_config(from_library(read(str(file))), unknown_keys="lenient")
+    assert config.notes == (
+        f"{file}:2:3: gradient_acumulation_steps: unknown key, which changes nothing; "
+        'did you mean "gradient_accumulation_steps"?',
+    )
+    assert read({"fp16": {}}) == {"fp16": {}}
 
 
 _QUANTIZED = """

@@ -109,10 +109,25 @@ def test_hjson_is_read_with_its_places_and_a_note(here: Path) -> None:
     assert (config.train_batch_size, config.optimizer.type, config.optimizer.params) == (8, "AdamW", {"lr": 1e-3})
     assert config.data_types.keep_in_fp32_modules == ("a#b", "c: d")
     assert config.sources["optimizer.params.lr"] == "ds.json:7:14"
-    assert [note for note in config.notes if note.startswith("ds.json: is Hjson, not JSON")] == [config.notes[0]]
+    assert config.notes[0].startswith("ds.json:2:3: a comment starts with #: Hjson, which zeroaccel and DeepSpeed read")
     (here / "ds.json").write_text('{"zero_optimization": {"stage": 1 # 2\n\n   stagee: 2\n}}')
     with pytest.raises(ConfigError, match=r"^ds.json:3:4: zero_optimization.stagee: unknown key"):
         load_config("ds.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{\n  "train_batch_size": 8\n  "steps_per_print": 1\n}', "2:24: a comma is missing"),
+        ('{\n  "fp16": {"enabled": true}\n\n  "steps_per_print": 1\n}', "2:28: a comma is missing"),
+        ('{\n  "optimizer": {"type":\n    Adam\n}}', "3:5: a text has no quotes"),
+        ('{\n  "steps_per_print": 1, # often\n}', "2:25: a comment starts with #"),
+    ],
+)
+def test_hjson_warns_with_line_and_column(here: Path, text: str, said: str) -> None:
+    (here / "ds.json").write_text(text)
+    [note] = load_config("ds.json").notes
+    assert note.partition(": Hjson, which")[0] == f"ds.json:{said}"
 
 
 def test_a_byte_order_mark_is_no_error(here: Path) -> None:

@@ -325,6 +325,7 @@ def test_skipping_in_a_loader_that_is_not_prepared() -> None:
             "epoch 0 has no batch: the dataset has 3 samples, fewer than the 4 that all ranks need for one batch",
         ),
         (4, True, ""),
+        (4, False, ""),
     ],
 )
 def test_an_epoch_without_a_batch_warns(
@@ -335,6 +336,31 @@ def test_an_epoch_without_a_batch_warns(
     loader = prepare_data_loader(DataLoader(Numbers(length), 4, drop_last=drop_last))
     assert len(list(loader)) == (1 if length == 4 else 0)
     assert [message.startswith(f"data loader: {words}") for message in logged] == [True] * bool(words)
+
+
+@pytest.mark.parametrize(
+    ("length", "split", "words"),
+    [
+        (8, False, ""),
+        (9, False, ""),  # only the last round of an epoch repeats samples
+        (6, False, "fewer than the 8 of one batch on each of 2 ranks: 2 samples are repeats"),
+        (6, False, "use DataLoader(batch_size=3) or less, or fewer processes"),
+        (3, True, "use DataLoader(batch_size=2) or less, or fewer processes"),
+        (1, False, "use at most 1 processes"),
+    ],
+)
+def test_repeats_in_the_first_round_warn_once(
+    length: int, split: bool, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: set[str] = set()
+    monkeypatch.setattr("zeroaccel.data.prepared_loader.log_once", lambda _, message: logged.add(message))
+    settings = DataLoaderConfiguration(split_batches=split)
+    for rank in (0, 1):
+        loader = prepare_data_loader(DataLoader(Numbers(length), 4), settings, rank=rank, world_size=2)
+        assert len(list(loader)) == len(list(loader)) > 0
+    assert len(logged) == bool(words)
+    assert all(message.startswith(f"data loader: an epoch has {length} samples") for message in logged)
+    assert all(words in message for message in logged)
 
 
 def test_the_last_batch_is_known_while_it_is_used() -> None:

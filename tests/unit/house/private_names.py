@@ -66,6 +66,7 @@ PRIVATE: Mapping[str, str] = {
     "accelerate.accelerator": "Accelerator.get_state_dict",
     "accelerate.state": "PartialState._shared_state",
     "accelerate.tracking": "LOGGER_TYPE_TO_CLASS",
+    "accelerate.utils.deepspeed": "HfDeepSpeedConfig.__init__",
     "accelerate.utils.other": "extract_model_from_parallel",
 }
 

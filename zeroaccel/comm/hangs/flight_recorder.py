@@ -12,10 +12,12 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from typing import Literal, NamedTuple, Protocol
+
+from zeroaccel.errors import CollectiveError
 
 Kind = Literal["gather", "reduce", "control"]
 KINDS: tuple[Kind, ...] = ("gather", "reduce", "control")
@@ -121,6 +123,7 @@ class FlightRecorder:
         probe: a collective on an accelerator and a function that returns True once it has completed, or None. On an
             accelerator `wait` does not block the host, so the watchdog follows one collective at a time by its probe.
         listener: callbacks of a trace; None while no trace is recorded.
+        exception: one that the other ranks have not been told of: see `holding`.
     """
 
     def __init__(self, capacity: int = 256) -> None:
@@ -129,6 +132,7 @@ class FlightRecorder:
         self.activity = ""
         self.probe: tuple[CollectiveRecord, Callable[[], bool]] | None = None
         self.listener: CollectiveListener | None = None
+        self.exception: Exception | None = None
         self._entries: deque[CollectiveRecord] = deque(maxlen=capacity)
         self._waits: list[CollectiveRecord] = []
         self._histories: dict[Kind, _History] = {kind: _History() for kind in KINDS}
@@ -159,6 +163,17 @@ class FlightRecorder:
         if self.listener is not None:
             self.listener.wait_ends(entry)
         self._waits.remove(entry)
+
+    @contextmanager
+    def holding(self, error: Exception | None) -> Iterator[None]:
+        """Surrounds the exchange that tells the other ranks of `error`. If a rank never joins it, the report names it.
+
+        An exception that leaves the block, such as that report, leaves `exception` in place.
+        """
+        # Every rank knows of a report, which is not another cause.
+        self.exception = None if isinstance(error, CollectiveError) else error
+        yield
+        self.exception = None
 
     def finish(self, entry: CollectiveRecord) -> None:
         entry.done = True

@@ -31,6 +31,8 @@ class RankState:
         where: "file:line in function" of its main thread; "" after it has left.
         exit_reason: how it left the job ("finished and left", "left with ValueError: ..."); "" while it runs.
         failed: True if it left with an exception.
+        exception: "ValueError: ..., at file:line in function": one that it has raised, and that the other ranks have
+            not been told of; "" if there is none.
     """
 
     rank: int
@@ -47,6 +49,7 @@ class RankState:
     where: str = ""
     exit_reason: str = ""
     failed: bool = False
+    exception: str = ""
 
     def has_issued(self, call: Call, group: str = "") -> bool:
         """True if the rank has issued a call of all ranks, or one of the named recorder's calls."""
@@ -123,6 +126,13 @@ def compose(
     """
     statuses, names = statuses or {}, names or rank_list
     lines = [f"{alarm.headline}."]
+    causes: dict[str, list[int]] = {}
+    for rank in sorted(states):
+        if states[rank].exception:
+            causes.setdefault(states[rank].exception, []).append(rank)
+    if causes:
+        raised = "; ".join(f"{names(ranks)} raised {text}" for text, ranks in causes.items())
+        lines = [f"{raised}.", f"  The other ranks could not be told: {lines[0]}"]
     # Ranks in the same state share a line: a thousand ranks need a few lines, not a thousand.
     ranks_by_line: dict[str, list[int]] = {}
     for rank in range(world_size):
@@ -147,7 +157,7 @@ def compose(
     else:
         unreachable = [statuses[rank] for rank in silent if rank in statuses and _is_elsewhere(statuses[rank])]
         hosts = sorted({status.who for status in unreachable})
-        parted = parted_blocks({rank: state.recent for rank, state in states.items()}, names)
+        parted = "" if causes else parted_blocks({rank: state.recent for rank, state in states.items()}, names)
         advice = parted or _advice(states.values(), silent, difference, hosts, names)
     lines.append(f"  {advice}")
     return "\n".join(lines)
@@ -296,6 +306,8 @@ def _advice(
 ) -> str:
     """Returns advice, with the likeliest cause first: different programs, an exception, a killed process, and so on."""
     states = list(states)
+    if causes := [state.rank for state in states if state.exception]:
+        return f"The cause is the exception on {names(causes)}."
     exited = [state.rank for state in states if state.exit_reason]
     outside = [state.rank for state in states if not state.exit_reason and state.waiting is None]
     if difference:
@@ -305,6 +317,8 @@ def _advice(
     if silent:
         look = f"Look at the end of the output of {names(silent)}; a process out of memory is killed without a message"
         return f"{look}. Or the network to {', '.join(hosts)} is cut." if hosts else f"{look}."
+    if used := _used_outside_passes(states, names):
+        return used
     if exited:
         return f"Give every rank the same number of steps; {names(exited)} had fewer."
     if outside:
@@ -315,6 +329,21 @@ def _advice(
     return (
         "The ranks took different paths: look for a branch that some of them did not take, and for a save, an "
         "evaluation or a step under `if rank == 0`."
+    )
+
+
+def _used_outside_passes(states: Iterable[RankState], names: Names) -> str:
+    """Returns advice if ranks wait to gather parameters that no forward or backward needs; else ""."""
+    ranks = [
+        state.rank
+        for state in states
+        if (call := state.waiting) and call.kind == "gather" and call.label.startswith("unshard ") and not call.phase
+    ]
+    if not ranks:
+        return ""
+    return (
+        f"All ranks must read, write or save a sharded parameter together, or inside one zero.GatheredParameters: look "
+        f"for a use of it that only {names(ranks)} {'make' if len(ranks) > 1 else 'makes'}, as under `if rank == 0`."
     )
 
 

@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
+from traceback import walk_tb
 from types import FrameType, TracebackType
 from typing import ClassVar
 
@@ -221,6 +222,10 @@ class Watchdog:
         notice = self._exit_notice
         is_waiting = self._flight_recorder.longest_wait is not None
         return notice is not None and not notice.failed and self.error is None and not is_waiting
+
+    def holds(self, error: BaseException) -> bool:
+        """True if the report names this exception as one that the other ranks were not told of."""
+        return self._flight_recorder.exception is error
 
     # --- the watchdog's own thread
 
@@ -622,12 +627,24 @@ class Watchdog:
             where="" if exit_reason else user_frame(),
             exit_reason=exit_reason,
             failed=failed,
+            exception=_told(recorder.exception),
         )
 
 
 def _needs_all(call: Call) -> bool:
     """True if no rank can complete a call of all ranks before every rank has issued it."""
     return call.kind == "control" and not call.op.startswith("broadcast")
+
+
+def _told(error: Exception | None) -> str:
+    """Returns "ValueError: message, at file:line in function", with the user's own line; "" for None."""
+    if error is None:
+        return ""
+    first_line = next(iter(str(error).splitlines()), "")
+    frames = list(walk_tb(error.__traceback__))
+    own = [(frame, line) for frame, line in frames if not _is_library(frame)] or frames
+    place = f", at {_location(*own[-1])}" if own else ""
+    return type(error).__name__ + (f": {first_line}" if first_line else "") + place
 
 
 def _reason(cause: Exception) -> str:
@@ -660,7 +677,11 @@ class _ExitNotice:
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         # After a report, a RuntimeError is the report itself, or the backend's error for the closed connections.
-        failing = [watchdog for watchdog in self.watchdogs if watchdog.error and isinstance(error, RuntimeError)]
+        failing = [
+            watchdog
+            for watchdog in self.watchdogs
+            if watchdog.error and isinstance(error, RuntimeError) and not watchdog.holds(error)
+        ]
         if not any(watchdog.error_logged for watchdog in failing):
             cut_traceback(error)
             self._previous_hook(kind, error, traceback)
@@ -726,14 +747,18 @@ def user_frame() -> str:
     if innermost is None:
         return ""
     frame: FrameType | None = innermost
-    while frame is not None and frame.f_code.co_filename.startswith((*_LIBRARY_FOLDERS, "<frozen")):
+    while frame is not None and _is_library(frame):
         frame = frame.f_back
     if frame is None:
         return _location(innermost)
     return _location(frame) if frame is innermost else f"{_location(frame)}, inside {innermost.f_code.co_name}"
 
 
-def _location(frame: FrameType) -> str:
+def _is_library(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith((*_LIBRARY_FOLDERS, "<frozen"))
+
+
+def _location(frame: FrameType, line: int | None = None) -> str:
     path = frame.f_code.co_filename
     here = os.path.join(os.getcwd(), "")
-    return f"{path.removeprefix(here)}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return f"{path.removeprefix(here)}:{line or frame.f_lineno} in {frame.f_code.co_name}"

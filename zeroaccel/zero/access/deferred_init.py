@@ -215,6 +215,7 @@ class ModuleShards:
             for key, each in tensors_of(own, param)
         }
         prefix = _fqn_of(module)
+        unit.name = prefix.rstrip(".") or unit.name
         unit.watch_uses(self, lambda param, name: prefix + names[id(param)] if id(param) in names else name)
 
     def has(self, param: nn.Parameter) -> bool:

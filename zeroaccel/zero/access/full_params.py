@@ -150,8 +150,9 @@ class GatheredParameters:
         label = f"GatheredParameters({handles[0].slot.fqn}, {len(handles)} in all)"
         # Only one small all-reduce if no rank failed: a loop over a model runs this once per parameter.
         failed = torch.tensor([float(error is not None)])
-        registry.everyone.all_reduce(failed, "max", label)
         try:
+            with registry.everyone.flight_recorder.holding(error):
+                registry.everyone.all_reduce(failed, "max", label)
             if failed.item():
                 agree_or_raise(registry.everyone, error, label)
         except Exception:

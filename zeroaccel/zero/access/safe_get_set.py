@@ -12,6 +12,7 @@ ranges of the flat buffer; so it is independent of where the values are stored.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,8 +23,10 @@ from torch.optim import Optimizer
 
 from zeroaccel.comm.agree import agreed
 from zeroaccel.errors import EngineStateError, UsageError
+from zeroaccel.logs import log_once
 from zeroaccel.ops.device_values import read_values
 from zeroaccel.zero.access.param_registry import ParamHandle, handle_of
+from zeroaccel.zero.grad_reducer import GradReducer
 from zeroaccel.zero.layout import FlatRange, FlatTensor, whole_of
 from zeroaccel.zero.param_check import fingerprint
 from zeroaccel.zero.storage.masters import MasterPiece
@@ -133,7 +136,7 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Replaces this rank's elements of the gradient."""
+    """Replaces this rank's elements of the gradient. (all ranks)"""
     handle, values = _required_gradient(param, "safe_set_local_grad")
     _write(handle, values, FlatTensor(_own(handle), _checked_local(handle, value, "safe_set_local_grad")))
 
@@ -212,6 +215,7 @@ def _gradients(handle: ParamHandle, call: str, *, so_far: bool = False) -> _Valu
     shard = training.reducer.mean_so_far(gradient) if so_far else None
     if shard is None:
         if gradient.shard is None and gradient.flat is None:
+            _warn_if_dropped(training.reducer, call)
             return None
         if gradient.shard is None or gradient.flat is not None:
             raise EngineStateError(
@@ -224,11 +228,20 @@ def _gradients(handle: ParamHandle, call: str, *, so_far: bool = False) -> _Valu
 
     def write(part: FlatRange, values: Tensor) -> None:
         reduced[part].copy_(values)
-        training.reducer.changed()
 
     # Reduced gradients include the loss scale until the step; `factor` removes it for the caller.
     alone = handle.buffer.holders(handle.registry.collectives).world_size == 1
     return _Values(reduced.__getitem__, write, alone, 1.0 / training.loss_scale().value)
+
+
+def _warn_if_dropped(reducer: GradReducer, call: str) -> None:
+    """Warns once if a call reads gradients while there are none at all, before the first backward or after a step."""
+    if all(gradient.shard is None and gradient.flat is None for gradient in reducer.gradients):
+        log_once(
+            logging.WARNING,
+            f"{call}: expected a call between the last backward of a step and its update, got one without gradients, "
+            "and returns None; in callbacks of transformers' Trainer, call it in on_pre_optimizer_step",
+        )
 
 
 def _states(handle: ParamHandle, key: str) -> _Values:
@@ -346,6 +359,8 @@ def _required_gradient(param: nn.Parameter, call: str) -> tuple[ParamHandle, _Va
     training = handle.registry.training
     if training is not None and training.updates is not None:
         training.updates.require_own_step(f"{call}({handle.slot.fqn})")
+    if training is not None:  # also on ranks without an element: all examine the gradients again
+        training.reducer.changed()
     return handle, values
 
 

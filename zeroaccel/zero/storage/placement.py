@@ -1,8 +1,8 @@
 """Creates tiers, and the storages of every buffer, from a config's offload sections and the planned buffers.
 
 Only this file chooses storage classes: two tables map the placement of a buffer's weights and masters to classes.
-`TierSet` creates tiers and reserves NVMe space before the first weight moves; the ranks agree on errors
-(`initialization.py`).
+`TierSet` creates tiers and reserves NVMe space before the first weight moves; its caller, `setup/build.py`, makes the
+ranks agree on errors.
 """
 
 from __future__ import annotations

@@ -85,6 +85,7 @@ class ShardStorage(ABC):
         is_swapped: each gather reads the shard into memory on loan, which can fail on a single rank.
         rounds_writes: values read back may differ from the written ones.
         secondary: the copy from which hpZ gathers in backward.
+        copies: stream that copies to and from host memory; None if the shard is on the compute device.
     """
 
     is_swapped = False
@@ -95,7 +96,7 @@ class ShardStorage(ABC):
         self.dtype = place.full.dtype
         self._shard = place.shard
         self._split_sizes = place.layout.uneven_sizes
-        self._copies = place.copies
+        self.copies = place.copies
         self._copied: torch.Event | None = None  # event after the copy of the last gather from host memory
         self.secondary = SecondaryShard()
 
@@ -199,10 +200,10 @@ class ShardStorage(ABC):
         if source.device == full.device:
             return self._gather(source, full, collectives, label, exact=exact)
         # Copy directly into this rank's part of the output, so that the gather is in place; it follows on this stream.
-        assert self._copies is not None, f"{label}: a shard on {source.device} and no stream to copy it"
+        assert self.copies is not None, f"{label}: a shard on {source.device} and no stream to copy it"
         own = full[self._shard.at(0)]
-        self._copied = self._copies.to_device(own, source)
-        with self._copies.stream():
+        self._copied = self.copies.to_device(own, source)
+        with self.copies.stream():
             return _CopiedGather(self._copied, self._gather(own, full, collectives, label, exact=exact), full.device)
 
     def gather_secondary(self, full: Tensor, collectives: Collectives, label: str) -> Work:
@@ -316,14 +317,14 @@ class MemoryShard(ShardStorage):
     def _await_copies(self) -> None:
         """Waits before the memory changes: the device may still copy it, for a forward that the host has queued."""
         if self._copied is not None and not self._copied.query():
-            assert self._copies is not None, "copied without a stream"
-            self._copies.finish_reads()  # for all shards: the first shard to be written waits for the copies of all
+            assert self.copies is not None, "copied without a stream"
+            self.copies.finish_reads()  # for all shards: the first shard to be written waits for the copies of all
         self._copied = None
 
     def _await_writes(self) -> None:
         """Waits before the host reads or writes: the device may still write, for an update that the host has queued."""
-        if self._copies is not None:
-            self._copies.finish_writes()
+        if self.copies is not None:
+            self.copies.finish_writes()
 
     def tensors(self) -> Iterator[Tensor]:
         yield self._memory.values
