@@ -702,7 +702,8 @@ def test_closed_forms_agree_with_simulations(shape: Shape, changes: dict[str, An
                     assert here == pytest.approx(there, abs=1e-4 * theirs.device.total), (one, theirs.name, place, kind)
                     assert (here == 0) == (there == 0), (one, theirs.name, place, kind)
             assert mine.sent == pytest.approx(theirs.sent, rel=1e-4)
-    assert forms.simulated == {one for one in chosen if one.shard_ranks == 1}  # one shard rank has nothing to shard
+    # One shard rank has nothing to shard. On 2 ranks the small model pads its shards, which other numbers do not.
+    assert forms.simulated == {one for one in chosen if one.shard_ranks == 1 or shape.layers == 4}
 
 
 def test_a_closed_form_takes_ten_simulations() -> None:
