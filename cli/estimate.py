@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -219,6 +220,8 @@ def _html(title: str, model: str, what: Subject, requested: Workload, capacity: 
 
         at = positions(requested)
         forms, tables = ClosedForms(at), []
+        if not sys.stderr.isatty():
+            click.echo(f"zeroaccel: estimating {len(at)} positions of the page's sliders", err=True)
         for number, one in enumerate(at, 1):
             line.doing = f"estimating the sliders' positions: {number} of {len(at)}"
             tables.append(plan_table(what, one, capacity, simulate=forms))

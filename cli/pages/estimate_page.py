@@ -85,8 +85,8 @@ def estimate_page(
     )
     if simulated < len(at):
         about += (
-            "; the others come from formulas in tokens and 1 / ranks that were fitted to simulations. Two more "
-            "simulations of every stage agreed with the formulas to a part in 10,000"
+            "; the others come from formulas in tokens, sequence and 1 / ranks that were fitted to simulations. One "
+            "more simulation of every stage agreed with the formulas to a part in 10,000"
         )
     return page(title, body, about=f"{about}.", data=settings, script=_SCRIPT)
 

@@ -1,10 +1,11 @@
-"""Estimates many workloads of one model from a few simulations, by closed forms in tokens and ranks.
+"""Estimates many workloads of one model from a few simulations, by closed forms in tokens, sequence and ranks.
 
 [Note: closed forms] If nothing else changes, a step with another batch or sequence runs the same operations on tensors
-that grow with the tokens of a micro-step, and with another number of ranks on shards of 1 / ranks. So the memory at
-every moment, every shard and all sent bytes are a + b * tokens + c / ranks. Three simulations give a, b and c; two
-others, elsewhere on both axes, must agree at every moment to `_TOLERANCE` of the peak. Otherwise memory grows in
-another way (stored attention scores, position tables, a single rank without shards), and every workload is simulated.
+that grow with the tokens of a micro-step or, like tables of positions, with the sequence, and with another number of
+ranks on shards of 1 / ranks. So the memory at every moment, every shard and all sent bytes are
+a + b * tokens + c * sequence + d / ranks. Four simulations give a to d; another one, elsewhere in batch and ranks, must
+agree at every moment to `_TOLERANCE` of the peak. Otherwise memory grows in another way (stored attention scores, a
+single rank without shards), and every workload is simulated.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from itertools import chain, groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from zeroaccel.estimate.extrapolate import MemoryTrace, Moment, extrapolate_depth
+from zeroaccel.estimate.extrapolate import MemoryTrace, Moment, changes_of, extrapolate_depth
 from zeroaccel.estimate.mesh_parts import PHASES
 from zeroaccel.estimate.simulate import Simulated, StepKind, short_traces, simulate, simulated
 from zeroaccel.estimate.subject import Subject
@@ -74,48 +75,114 @@ def _family(workload: Workload) -> tuple[bool, int]:
 
 def _fit(subject: Subject, workloads: Sequence[Workload], kind: StepKind) -> _FittedTrace | None:
     """Fits the closed form; returns None if it would save no simulation, or if memory grows in another way."""
-    low, high = (choose(workloads, key=lambda one: (one.tokens, one.ranks)) for choose in (min, max))
-    more_tokens = next(one for one in workloads if (one.tokens, one.ranks) == (high.tokens, low.ranks))
-    more_ranks = next(one for one in workloads if (one.tokens, one.ranks) == (low.tokens, high.ranks))
-    corners = low, more_tokens, more_ranks
-    checks = _checks(workloads, corners)
-    if len(checks) < 2 or len(workloads) <= len(corners) + len(checks):
+    corners = _corners(workloads)
+    check = next((one for one in workloads if corners and _is_away(one, corners)), None)
+    if check is None or len(workloads) <= len(corners) + 1:
         return None
+    low = corners[0]
 
-    def run(one: Workload, lengths: Sequence[int]) -> tuple[list[MemoryTrace], int]:
-        traces, more = short_traces(subject, one, kind, lengths=lengths, every_operation=True)
-        return [_with_short_updates(trace) for trace in traces], more
+    def run(one: Workload, length: int) -> MemoryTrace:
+        (trace,), _ = short_traces(subject, one, kind, lengths=(length,), every_operation=True)
+        return _comparable(trace)
 
-    # One corner also runs the third length, to check that memory grows evenly over depth; the second check tests this
-    # for the others.
-    full, more = run(more_tokens, (0, 1, 2))
-    runs = [run(low, (0, 1))[0], full, run(more_ranks, (0, 1))[0]]
-    for length, one in enumerate(checks):
-        (found,), _ = run(one, (length,))
-        form = _FittedTrace.through(corners, [traces[length if more else 0] for traces in runs])
-        if form is None or not form.agrees(one, found):
+    _, more = short_traces(subject, low, kind, lengths=(0,), every_operation=True)
+    at_lengths = []
+    for length in (0, 1) if more else (0,):
+        is_last = length == 1 or not more
+        traces = _aligned([run(place, length) for place in (*corners, *([check] if is_last else []))])
+        form = _FittedTrace.through(corners, traces[: len(corners)]) if traces else None
+        if form is None or (is_last and not form.agrees(check, traces[-1])):
             return None
-    at_lengths = [_changes(traces) for traces in zip(*runs, strict=False)]
+        at_lengths.append(_changes(traces[: len(corners)]))
     if not more:
         return _FittedTrace.through(corners, at_lengths[0])
-    lengths = [_changes([trace])[0] for trace in full]
-    if all(len(one.moments) == len(traces[0].moments) for one, traces in zip(lengths, at_lengths, strict=False)):
-        return _FittedTrace.through(
-            corners, [extrapolate_depth(lengths, more, shorter) for shorter in zip(*at_lengths, strict=True)]
-        )
-    # At some moments only the memory of other corners changes, so these need the third length too.
-    at_lengths.append(_changes([run(low, (2,))[0][0], full[2], run(more_ranks, (2,))[0][0]]))
+    # One corner also runs the third length, to check that memory grows evenly over depth: the lowest, whose traces
+    # exist if it was estimated before, or the highest. Its own memory must change wherever that of any corner does.
+    for place in (low, corners[2]):
+        lengths = [changes_of(run(place, length)) for length in (0, 1)]
+        if all(len(one.moments) == len(traces[0].moments) for one, traces in zip(lengths, at_lengths, strict=True)):
+            lengths.append(changes_of(run(place, 2)))
+            return _FittedTrace.through(
+                corners, [extrapolate_depth(lengths, more, shorter) for shorter in zip(*at_lengths, strict=True)]
+            )
+    # At some moments only the memory of other corners changes, so all need the third length.
+    longest = _aligned([run(place, 2) for place in corners])
+    if not longest:
+        return None
+    at_lengths.append(_changes(longest))
     return _FittedTrace.through(corners, [extrapolate_depth(traces, more) for traces in zip(*at_lengths, strict=True)])
 
 
-def _with_short_updates(trace: MemoryTrace) -> MemoryTrace:
-    """Reduces each update to its highest moment, because at stage 0 an update has operations for each rank."""
-    moments = [
-        moment
-        for phase, group in groupby(trace.moments, lambda moment: moment.phase)
-        for moment in ([max(group, key=lambda one: one.total)] if PHASES[phase % len(PHASES)] == "step" else group)
+def _comparable(trace: MemoryTrace) -> MemoryTrace:
+    """Drops moments of operations without memory, and reduces each update to its highest moment.
+
+    Whether padding is set to zero depends on the number of ranks, and at stage 0 an update has operations for each.
+    """
+    named = [pair for pair in zip(trace.moments, trace.operations, strict=True) if pair[1] is not None]
+    pairs = [
+        pair
+        for phase, group in groupby(named, lambda pair: pair[0].phase)
+        for pair in (
+            [(max((one for one, _ in group), key=lambda one: one.total), "update")]
+            if PHASES[phase % len(PHASES)] == "step"
+            else group
+        )
     ]
-    return replace(trace, moments=tuple(moments))
+    return replace(trace, moments=tuple(one for one, _ in pairs), operations=tuple(name for _, name in pairs))
+
+
+def _aligned(traces: Sequence[MemoryTrace]) -> list[MemoryTrace]:
+    """Reduces traces to the operations that all have; [] if another operation may add to the peak.
+
+    Some operations depend on the workload: a single sample's labels are contiguous without a copy, and padding depends
+    on the number of ranks. These may be omitted if a common operation next to them has the same memory to `_TOLERANCE`.
+    """
+    names = [list(zip((one.phase for one in trace.moments), trace.operations, strict=True)) for trace in traces]
+    common = names[0]
+    for other in names[1:]:
+        common = [common[index] for index, _ in _pairs(common, other)]
+    reduced = []
+    for trace, own in zip(traces, names, strict=True):
+        places = [index for _, index in _pairs(common, own)]
+        if len(places) != len(common) or not _omits_no_peak(trace, places):
+            return []
+        moments, operations = zip(*((trace.moments[at], trace.operations[at]) for at in places), strict=True)
+        reduced.append(replace(trace, moments=moments, operations=operations))
+    return reduced
+
+
+def _pairs(first: Sequence[object], second: Sequence[object]) -> list[tuple[int, int]]:
+    """Returns the indices of the common items of two sequences, in order; [] if too many in a row differ."""
+    pairs, one, other = [], 0, 0
+    while one < len(first) and other < len(second):
+        if first[one] == second[other]:
+            pairs.append((one, other))
+            one, other = one + 1, other + 1
+            continue
+        skips = ((skipped - more, more) for skipped in range(1, _MOST_SKIPPED + 1) for more in range(skipped + 1))
+        for in_first, in_second in skips:
+            here, there = (
+                items[at : at + _SAME_AGAIN] for items, at in ((first, one + in_first), (second, other + in_second))
+            )
+            if here and here == there:
+                one, other = one + in_first, other + in_second
+                break
+        else:
+            return []
+    return pairs
+
+
+_MOST_SKIPPED, _SAME_AGAIN = 16, 6  # operations that only one trace has; equal ones that must follow
+
+
+def _omits_no_peak(trace: MemoryTrace, places: Sequence[int]) -> bool:
+    totals = [moment.total for moment in trace.moments]
+    most = _TOLERANCE * max(totals)
+    for before, after in zip([-1, *places], [*places, len(totals)], strict=True):
+        neighbours = [totals[at] for at in (before, after) if 0 <= at < len(totals)]
+        if max(totals[before + 1 : after], default=0) > max(neighbours, default=0) + most:
+            return False
+    return True
 
 
 def _changes(traces: Sequence[MemoryTrace]) -> list[MemoryTrace]:
@@ -127,17 +194,32 @@ def _changes(traces: Sequence[MemoryTrace]) -> list[MemoryTrace]:
         if before is None
         or any((old.phase, old.total) != (new.phase, new.total) for old, new in zip(before, row, strict=True))
     ]
-    return [replace(trace, moments=moments) for trace, moments in zip(traces, zip(*changed, strict=True), strict=True)]
+    return [
+        replace(trace, moments=moments, operations=())
+        for trace, moments in zip(traces, zip(*changed, strict=True), strict=True)
+    ]
 
 
-def _checks(workloads: Sequence[Workload], corners: Sequence[Workload]) -> list[Workload]:
-    """Returns two workloads away from the corners on both axes, with different batch and sequence."""
-    low, more_tokens, _ = corners
-    away = [one for one in workloads if one.ranks != low.ranks and low.tokens < one.tokens < more_tokens.tokens]
-    first = min(away, key=lambda one: one.ranks, default=None)
-    others = [one for one in away if first is not None and (one.batch, one.sequence) != (first.batch, first.sequence)]
-    second = max(others, key=lambda one: one.ranks, default=None)
-    return [one for one in (first, second) if one is not None]
+def _corners(workloads: Sequence[Workload]) -> list[Workload]:
+    """Returns the lowest workload, one with longer sequences, one with larger batches too, and one with more ranks.
+
+    Returns [] if the workloads do not include these, or differ in batch or ranks only.
+    """
+    low, high = (choose(workloads, key=lambda one: (one.tokens, one.ranks)) for choose in (min, max))
+    places = (
+        (low.batch, low.sequence, low.ranks),
+        (low.batch, high.sequence, low.ranks),
+        (high.batch, high.sequence, low.ranks),
+        (low.batch, low.sequence, high.ranks),
+    )
+    at = {(one.batch, one.sequence, one.ranks): one for one in workloads}
+    return [at[place] for place in places] if len(set(places)) == 4 and at.keys() >= set(places) else []
+
+
+def _is_away(one: Workload, corners: Sequence[Workload]) -> bool:
+    """Returns True for a workload with the sequence of the lowest corner, but other batches and ranks than it."""
+    low, _, high, more_ranks = corners
+    return one.batch == high.batch and one.sequence == low.sequence and low.ranks < one.ranks < more_ranks.ranks
 
 
 @dataclass(frozen=True)
@@ -146,29 +228,29 @@ class _FittedTrace:
 
     Attributes:
         like: one of the traces, for the structure that all share.
-        place: its tokens, and 1 / ranks.
+        place: see `_place`.
         values: all numbers of that trace, as one row.
-        slopes: slopes of these numbers, per token and per unit of 1 / ranks.
+        slopes: slopes of these numbers, per unit of each number of the place.
     """
 
     like: MemoryTrace
-    place: tuple[float, float]
+    place: _Row
     values: _Row
-    slopes: tuple[_Row, _Row]
+    slopes: _Row
 
     @classmethod
     def through(cls, corners: Sequence[Workload], traces: Sequence[MemoryTrace | None]) -> _FittedTrace | None:
-        """Fits the form to traces of the lowest workload, of one with more tokens and of one with more ranks.
-
-        Returns None if their steps differ."""
-        low, *more = [trace for trace in traces if trace is not None]
-        if len(more) < 2 or any(_pattern(trace) != _pattern(low) for trace in more):
+        """Fits the form to traces of the corners; returns None if their steps differ."""
+        found = [trace for trace in traces if trace is not None]
+        if len(found) < len(corners) or any(_pattern(trace) != _pattern(found[0]) for trace in found):
             return None
-        places, values = [_place(one) for one in corners], _row(low)
-        by_token, by_share = (
-            (_row(trace) - values) / (places[1 + axis][axis] - places[0][axis]) for axis, trace in enumerate(more)
-        )
-        return cls(low, places[0], values, (by_token, by_share))
+        places, (low, longer, high, more_ranks) = [_place(one) for one in corners], [_row(one) for one in found]
+        # One slope after another, so that amounts that are equal at all corners have slopes of exactly zero.
+        by_token = (high - longer) / (places[2] - places[1])[0]
+        tokens, sequence, _ = places[1] - places[0]
+        by_position = (longer - low - tokens * by_token) / sequence
+        by_share = (more_ranks - low) / (places[3] - places[0])[2]
+        return cls(found[0], places[0], low, np.stack([by_token, by_position, by_share]))
 
     def agrees(self, workload: Workload, trace: MemoryTrace) -> bool:
         """Returns True if the form equals the simulated trace of a workload at every moment."""
@@ -202,12 +284,12 @@ class _FittedTrace:
         )
 
     def _at(self, workload: Workload) -> _Row:
-        (tokens, share), (tokens_there, share_there), (by_token, by_share) = _place(workload), self.place, self.slopes
-        return self.values + (tokens - tokens_there) * by_token + (share - share_there) * by_share
+        at: _Row = self.values + (_place(workload) - self.place) @ self.slopes
+        return at
 
 
-def _place(workload: Workload) -> tuple[float, float]:
-    return workload.tokens, 1 / workload.shard_ranks
+def _place(workload: Workload) -> _Row:
+    return np.array([workload.tokens, workload.sequence, 1 / workload.shard_ranks], dtype=np.float64)
 
 
 def _row(trace: MemoryTrace) -> _Row:

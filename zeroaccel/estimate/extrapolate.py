@@ -11,7 +11,7 @@ operations. Only padding grows in steps, by less than one part in `_ROUNDING`. P
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, zip_longest
 from typing import NamedTuple
 
@@ -43,6 +43,7 @@ class MemoryTrace:
         moments: moments in the order of the operations.
         shards, trained: as in `simulate.Simulated`.
         sent: bytes sent, for each counter in `fake_ranks.SentBytes`.
+        operations: the operation before each moment, None for one without memory of its own; () if not recorded.
     """
 
     numel: int
@@ -50,6 +51,13 @@ class MemoryTrace:
     shards: tuple[tuple[int, int], ...]
     trained: tuple[int, ...]
     sent: tuple[int, ...] = ()
+    operations: tuple[object, ...] = ()
+
+
+def changes_of(trace: MemoryTrace) -> MemoryTrace:
+    """Drops moments at which neither the memory nor the phase changes."""
+    groups = groupby(trace.moments, lambda moment: (moment.phase, moment.total))
+    return replace(trace, moments=tuple(next(group) for _, group in groups), operations=())
 
 
 def extrapolate_depth(

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from zeroaccel.config import load_config, overlaps_communication
 from zeroaccel.errors import UsageError
 from zeroaccel.estimate.adapters import adapt
-from zeroaccel.estimate.extrapolate import MemoryTrace, Moment, extrapolate_depth
+from zeroaccel.estimate.extrapolate import MemoryTrace, Moment, changes_of, extrapolate_depth
 from zeroaccel.estimate.fake_ranks import FakeRanks, SentBytes, sent_per_step
 from zeroaccel.estimate.mesh_parts import PHASES, micro_steps, part_of, splits_of
 from zeroaccel.estimate.shapes_only import META, ShapesOnly, fused_attention
@@ -39,6 +39,7 @@ from zeroaccel.setup.job import JobSpec
 from zeroaccel.setup.plan import TrainPlan
 from zeroaccel.zero.engine import Engine
 from zeroaccel.zero.grad_norm import GradCheck, GradStats
+from zeroaccel.zero.grad_reducer import ReduceRules
 from zeroaccel.zero.param_unit import FlatBuffer
 from zeroaccel.zero.wrap_policy import group_parameters, has_expert_interface
 
@@ -94,7 +95,7 @@ def simulate(
     """
     kind = StepKind(stage, on_cpu, offloads_params, pipeline_stage)
     traces, more = short_traces(subject, workload, kind)
-    trace = extrapolate_depth(traces, more) if more else traces[0]
+    trace = extrapolate_depth([changes_of(one) for one in traces], more) if more else traces[0]
     if trace is None:
         (trace,), _ = short_traces(subject, workload, kind, lengths=())
     return simulated(trace, workload, pipeline_stage)
@@ -117,12 +118,11 @@ def short_traces(
     lengths: Sequence[int] = (0, 1, 2),
     every_operation: bool = False,
 ) -> tuple[list[MemoryTrace], int]:
-    """Runs a model with a few of its equal blocks, in three lengths.
+    """Runs a model with a few of its equal blocks, in three lengths; the subject stores each trace for the next call.
 
     Args:
         lengths: which of the three lengths to run; () runs the whole model.
-        every_operation: record a moment per operation, rather than per change of memory, or for the whole model per
-            new peak.
+        every_operation: record a moment per operation for a whole model too, rather than per new peak.
 
     Returns:
         The traces, and the number of blocks that the last length lacks; or the trace of the whole model and 0 if its
@@ -136,35 +136,45 @@ def short_traces(
         subject.shapes_only,
         sent,
         subject.name,
-        "operations" if every_operation else "peaks",
     )
-    # Only stage 3, and shards stored apart from their parameters, prefetch over a window of elements.
-    looks_ahead = kind.stage == 3 or kind.offloads_params
     # The extrapolation counts from both ends, so a short model has as many blocks behind those of another kind.
-    shortest = _EDGES + 2 * subject.leading + (-(-_WINDOW_NUMEL // max(subject.layer_numel, 1)) if looks_ahead else 0)
+    shortest = _EDGES + 2 * subject.leading + _blocks_at_once(subject, workload, kind)
+
+    def run(layers: int | None) -> MemoryTrace:
+        key = workload, kind, layers, every_operation or layers is not None
+        if key not in subject.traces:
+            made = how._replace(every_operation=key[-1])
+            subject.traces[key] = _trace(partial(part.build, layers), workload, kind.stage, made)
+        return subject.traces[key]
+
     if not lengths or shortest + 2 >= part.layers:
-        return [_trace(partial(part.build, None), workload, kind.stage, how)], 0
-    how = how if every_operation else how._replace(record="changes")
-    traces = [_trace(partial(part.build, shortest + more), workload, kind.stage, how) for more in lengths]
-    return traces, part.layers - shortest - 2
+        return [run(None)], 0
+    return [run(shortest + more) for more in lengths], part.layers - shortest - 2
+
+
+def _blocks_at_once(subject: Subject, workload: Workload, kind: StepKind) -> int:
+    """Returns the number of blocks that the engine prefetches, or reduces the gradients of, at a time."""
+    numel = max(subject.layer_numel // workload.tp, 1)
+    # Only stage 3, and shards stored apart from their parameters, prefetch.
+    if kind.stage == 3 or kind.offloads_params:
+        return -(-_PREFETCHED_NUMEL // numel)
+    return -(-_REDUCED_NUMEL // numel) if numel * subject.layers > _REDUCED_NUMEL else 0
 
 
 _EDGES = 4  # blocks at both ends, which the engine may treat differently from those between them
-_WINDOW_NUMEL = 10**9  # default number of elements that the engine prefetches, or reuses without resharding
-
-
-_Record = Literal["peaks", "changes", "operations"]
+_PREFETCHED_NUMEL = 10**9  # default number of elements that the engine prefetches, or reuses without resharding
+_REDUCED_NUMEL = ReduceRules.bucket_numel
 
 
 class _How(NamedTuple):
-    """Settings of a simulation: see `simulate`; `shapes_only`, `name` in `Subject`; `record` in `_PeakRecorder`."""
+    """Settings of a simulation: see `simulate`; `shapes_only` and `name` in `Subject`; the last in `_PeakRecorder`."""
 
     on_cpu: bool
     offloads_params: bool
     shapes_only: bool
     sent: SentBytes
     name: str
-    record: _Record = "peaks"
+    every_operation: bool = False
 
 
 def simulated(trace: MemoryTrace, workload: Workload, pipeline_stage: int) -> Simulated:
@@ -212,7 +222,7 @@ def _left(address: int) -> None:
 def _run_two_steps(
     build: Callable[[], tuple[nn.Module, Schedule]], workload: Workload, stage: int, how: _How
 ) -> MemoryTrace:
-    recorder = _PeakRecorder(how.record)
+    recorder = _PeakRecorder(how.every_operation)
     attention = fused_attention() if how.shapes_only else nullcontext()
     with attention, MemoryTracker(_SHAPES if how.shapes_only else None) as tracker:
         model, schedule = build()
@@ -227,16 +237,16 @@ def _run_two_steps(
         engine.note_fixed()
         recorder.begin(engine)
         how.sent.begin()
-        tracker.begin(recorder.record, skips_views=recorder.skips_views)
+        tracker.begin(recorder.record)
         _run_step(engine, schedule, recorder, how.sent)
-        moments = recorder.moments
+        moments, operations = recorder.moments, recorder.operations
         recorder.engine = None
         buffers = [buffer for unit in engine.units for buffer in unit.buffers]
         shards = tuple((b.own.numel, _shard_nbytes(b)) for b in buffers if not b.persistent)
         trained = tuple(b.masters.range.numel for b in buffers if b.trainable)
         sent = how.sent.as_tuple()  # before destroy(), which communicates to join parts of experts
         engine.destroy()
-    return MemoryTrace(numel, tuple(moments), shards, trained, sent)
+    return MemoryTrace(numel, tuple(moments), shards, trained, sent, tuple(operations))
 
 
 def _shard_nbytes(buffer: FlatBuffer) -> int:
@@ -247,40 +257,42 @@ def _shard_nbytes(buffer: FlatBuffer) -> int:
 
 
 class _PeakRecorder:
-    """Records memory by kind at every new peak of a step, at every change, or after every operation that may add some.
+    """Records memory by kind at every new peak of a step, or after every operation and at every other change.
 
     Some operations that do not change the memory occur once per unit, so traces of different lengths match only without
-    them. Traces of different workloads match only with them, because an operation may add and free the same bytes in
-    one workload. Views and copies in place add no memory, so the peak is never at one; whether padding is set to zero
-    depends on the number of ranks.
+    them (`changes_of`). Traces of different workloads match only with them, because an operation may add and free the
+    same bytes in one workload. Views and copies in place add no memory, so the peak is never at one; these are recorded
+    without their name, and only if something else has changed the memory.
 
     Attributes:
         phase: number of completed phases of the step.
+        moments: the recorded memory.
+        operations: for a record of every operation, the one before each moment; None for a view or a copy in place.
     """
 
-    def __init__(self, record: _Record) -> None:
-        self._record = record
+    def __init__(self, every_operation: bool) -> None:
+        self._every_operation = every_operation
         self.engine: _EngineWithoutValues | None = None
         self.phase = 0
         self.moments: list[Moment] = []
+        self.operations: list[object] = []
         self._highest = 0
 
     def begin(self, engine: _EngineWithoutValues) -> None:
-        self.engine, self.phase, self.moments, self._highest = engine, 0, [], 0
+        self.engine, self.phase, self.moments, self.operations, self._highest = engine, 0, [], [], 0
 
-    @property
-    def skips_views(self) -> bool:
-        return self._record == "operations"
-
-    def record(self, total: int, resizable: int) -> None:
+    def record(self, operation: object, total: int, resizable: int) -> None:
         if self.engine is None:
             return
-        is_new = total > self._highest or self._record == "operations"
-        if is_new or (
-            self._record == "changes" and (total, self.phase) != (self.moments[-1].total, self.moments[-1].phase)
-        ):
-            self._highest = max(self._highest, total)
-            self.moments.append(Moment(self.phase, total, *self.engine.memory_by_kind(resizable)))
+        if self._every_operation:
+            last = self.moments[-1] if self.moments else None
+            if operation is None and last is not None and (total, self.phase) == (last.total, last.phase):
+                return
+            self.operations.append(operation)
+        elif total <= self._highest:
+            return
+        self._highest = max(self._highest, total)
+        self.moments.append(Moment(self.phase, total, *self.engine.memory_by_kind(resizable)))
 
 
 def _run_step(engine: _EngineWithoutValues, schedule: Schedule, recorder: _PeakRecorder, sent: SentBytes) -> None:
@@ -304,8 +316,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def __init__(self, shapes: ShapesOnly | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._on_change: Callable[[int, int], None] | None = None
-        self._skips_views = False
+        self._on_change: Callable[[object, int, int], None] | None = None
         self._shapes = shapes
         self._nbytes: dict[int, int] = {}
         self._alive: dict[int, _StorageReference] = {}
@@ -327,8 +338,8 @@ class MemoryTracker(TorchDispatchMode):
             for leaf in result:
                 if isinstance(leaf, Tensor):
                     self._add(leaf.untyped_storage())
-        if self._on_change is not None and not (self._skips_views and (func.is_view or func in _IN_PLACE)):
-            self._measure(self._on_change)
+        if self._on_change is not None:
+            self._measure(self._on_change, None if func.is_view or func in _IN_PLACE else func)
         return result
 
     @classmethod
@@ -343,14 +354,17 @@ class MemoryTracker(TorchDispatchMode):
             self._nbytes[storage._cdata] = 0  # not to be added again
             self._resizable.append(storage)
 
-    def begin(self, on_change: Callable[[int, int], None], *, skips_views: bool = False) -> None:
-        """Calls `on_change` now and after each operation, with the live bytes and the resizable part of them."""
-        self._on_change, self._skips_views = on_change, skips_views
-        self._measure(on_change)
+    def begin(self, on_change: Callable[[object, int, int], None]) -> None:
+        """Calls `on_change` now and after each operation.
 
-    def _measure(self, on_change: Callable[[int, int], None]) -> None:
+        It receives the operation, or None for a view or a copy in place, the live bytes, and their resizable part.
+        """
+        self._on_change = on_change
+        self._measure(on_change, "begin")
+
+    def _measure(self, on_change: Callable[[object, int, int], None], operation: object) -> None:
         resizable = sum([storage.nbytes() for storage in self._resizable])
-        on_change(self._fixed + resizable, resizable)
+        on_change(operation, self._fixed + resizable, resizable)
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata

@@ -14,7 +14,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from zeroaccel.config.bounds import parse_plain_json, read_at_most
 from zeroaccel.config.diagnostics import near_names
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.estimate.decoder import MODELS, Decoder, known_shape, plain_names, shape_of
+from zeroaccel.estimate.extrapolate import MemoryTrace
 from zeroaccel.estimate.known_models import CONFIGS, READ_PICTURES, ModelConfig
 from zeroaccel.parallel.experts import expert_count
 from zeroaccel.setup.axis_estimate import Shape
@@ -59,6 +60,7 @@ class Subject:
         shapes_only: True if the shapes of all results follow from the shapes of the arguments, and operations write
             to no argument except their first one.
         shape: shape of a `Decoder`; None for other models.
+        traces: traces of the model so far, for estimates that need the same ones again.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Subject:
     leading: int = 0
     shapes_only: bool = False
     shape: Shape | None = None
+    traces: dict[object, MemoryTrace] = field(default_factory=dict, init=False, compare=False, repr=False)
 
 
 def subject(text: str | nn.Module | Callable[[], Any]) -> Subject:

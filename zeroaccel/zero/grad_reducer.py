@@ -410,8 +410,10 @@ class GradReducer:
         alone. With a step on the host the shards are in host memory. The estimate calls it after every operation."""
         others = shards = 0
         for gradients in self.gradients:
-            others += sum([grad.nbytes for grad in gradients.pending.values()])
-            others += 0 if gradients.flat is None else gradients.flat.nbytes
+            if gradients.pending:
+                others += sum([grad.nbytes for grad in gradients.pending.values()])
+            if gradients.flat is not None:
+                others += gradients.flat.nbytes
             if gradients.full is not None:
                 others += gradients.full.nbytes
             elif gradients.shard is not None:

@@ -511,7 +511,7 @@ def test_attention_on_shapes_stores_no_scores_and_undoes_its_patch() -> None:
     mask = torch.ones(64, 64, dtype=torch.bool, device="meta")
     with MemoryTracker(ShapesOnly()) as tracker, fused_attention():
         peaks = []
-        tracker.begin(lambda total, _: peaks.append(total))
+        tracker.begin(lambda _operation, total, _resizable: peaks.append(total))
         out = F.scaled_dot_product_attention(queries, keys, keys, attn_mask=mask)
     assert F.scaled_dot_product_attention is before
     assert out.shape == queries.shape
@@ -702,10 +702,11 @@ def test_closed_forms_agree_with_simulations(shape: Shape, changes: dict[str, An
                     assert here == pytest.approx(there, abs=1e-4 * theirs.device.total), (one, theirs.name, place, kind)
                     assert (here == 0) == (there == 0), (one, theirs.name, place, kind)
             assert mine.sent == pytest.approx(theirs.sent, rel=1e-4)
-    assert forms.simulated == {one for one in chosen if one.shard_ranks == 1}  # one shard rank has nothing to shard
+    # One shard rank has nothing to shard. On 2 ranks the small model pads its shards, which other numbers do not.
+    assert forms.simulated == {one for one in chosen if one.shard_ranks == 1 or shape.layers == 4}
 
 
-def test_a_closed_form_takes_nine_simulations() -> None:
+def test_a_closed_form_takes_ten_simulations() -> None:
     shape, lengths = Shape(layers=12, width=16384, inner=24576, vocabulary=32_000), []
 
     def build(layers: int = shape.layers) -> tuple[nn.Module, Step]:
@@ -717,8 +718,8 @@ def test_a_closed_form_takes_nine_simulations() -> None:
     forms = ClosedForms(at)
     for one in at:
         forms(model, one, 1)
-    # Nine simulations: three corners and a check at each of the first two lengths, and one corner at the third.
-    assert sorted(lengths) == [4] * 4 + [5] * 4 + [6]
+    # Ten simulations: four corners at each of the first two lengths, a check, and one corner at the third length.
+    assert sorted(lengths) == [5] * 4 + [6] * 5 + [7]
 
 
 class _Scores(nn.Module):
