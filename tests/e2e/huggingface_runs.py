@@ -344,6 +344,17 @@ def encoder_decoder(stage: str, folder: Path) -> dict[str, Any]:
     return plain(stage, folder, lambda: transformers.T5ForConditionalGeneration(settings), tokens)
 
 
+def masked(stage: str, folder: Path) -> dict[str, Any]:
+    """BERT from files, whose old versions named LayerNorm's parameters gamma and beta: it is saved under its own."""
+    bert = transformers.BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    load = written(folder, lambda: transformers.BertForMaskedLM(bert))
+    settings = arguments(folder, config(stage))
+    result = trained(load(), settings)
+    if "weights" in result:  # on rank 0, which writes the files
+        result["names"] = sorted(files_in(folder / "final"))
+    return result
+
+
 def experts(stage: str, folder: Path) -> dict[str, Any]:
     """A mixture of experts of which each rank uses different ones."""
     settings = transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4)
@@ -539,6 +550,7 @@ SCENARIOS = {
         searched,
         vision,
         encoder_decoder,
+        masked,
         experts,
         multimodal,
         generation,

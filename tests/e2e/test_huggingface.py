@@ -35,6 +35,7 @@ RUNS = {
     "searched": ("3",),
     "vision": ("3",),
     "encoder_decoder": ("3",),
+    "masked": ("3",),
     "experts": ("3",),
     "multimodal": ("3",),
     "generation": ("3",),
@@ -110,6 +111,12 @@ def test_a_resumed_trainer_ends_where_the_other_did(outcomes: Any, stage: str) -
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_best_checkpoint_is_loaded_at_the_end(outcomes: Any, stage: str) -> None:
     assert outcomes["trainer", stage]["predicted"] == min(outcomes["trainer", stage]["evaluated"])
+
+
+def test_bert_is_saved_under_the_names_of_plain_training(outcomes: Any) -> None:
+    names = outcomes["masked", "3"]["names"]
+    assert names == outcomes["masked", "ddp"]["names"]
+    assert "bert.embeddings.LayerNorm.weight" in names
 
 
 def test_generation_is_that_of_the_whole_model(outcomes: Any) -> None:
