@@ -26,8 +26,8 @@ PRIVATE: Mapping[str, str] = {
     "torch._inductor.cpp_builder": "get_cpp_compiler",
     "torch._inductor.exc": "InvalidCxxCompiler",
     "torch._ops": "OpOverload._schema",
-    "torch._ops.ops.aten": "_log_softmax _log_softmax_backward_data _scaled_dot_product_flash_attention_for_cpu "
-    "_scaled_dot_product_flash_attention_for_cpu_backward",
+    "torch._ops.ops.aten": "_local_scalar_dense _log_softmax _log_softmax_backward_data "
+    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward",
     "torch._subclasses.fake_tensor": "DataDependentOutputException FakeTensorMode UnsupportedFakeTensorException",
     "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes",
     "torch.utils._pytree": "tree_flatten tree_leaves tree_map tree_unflatten",
@@ -59,7 +59,7 @@ PRIVATE: Mapping[str, str] = {
     "PreTrainedModel.from_pretrained PreTrainedModel.save_pretrained revert_weight_conversion",
     "transformers.models.mixtral.modeling_mixtral": "eager_attention_forward load_balancing_loss_func",
     "transformers.pytorch_utils": "Conv1D",
-    "transformers.trainer": "Trainer._save_rng_state Trainer.train",
+    "transformers.trainer": "Trainer._created_lr_scheduler Trainer._save_rng_state Trainer.train",
     "transformers.trainer_jit_checkpoint": "CheckpointManager._enable_checkpoint "
     "CheckpointManager.execute_jit_checkpoint CheckpointManager.is_checkpoint_requested "
     "JITCheckpointCallback.on_pre_optimizer_step",
