@@ -53,7 +53,7 @@ def test_a_difference_is_due_to_sharding_if_two_plain_runs_agree(
     assert (result.exit_code, runs) == (1, 3)
     lines = result.stdout.splitlines()
     assert lines[-2:] == ["largest difference of a loss or a gradient norm on any rank: 1", "DIFFERENT"]
-    assert len(lines) == 6  # with one line for each of the two steps
+    assert len(lines) == 7  # with the baseline, and one line for each of the two steps
 
 
 def test_a_script_without_seeds_is_recognized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
