@@ -631,8 +631,9 @@ def _refuse_to_wrap(caller: FrameType, param: Any) -> None:
 
 
 def _is_called_by(code: CodeType, caller: FrameType) -> bool:
-    """Returns True if a frame belongs to the code, or to a comprehension in it, which may be a frame of its own."""
-    return caller.f_code is code or (caller.f_back is not None and caller.f_back.f_code is code)
+    """Returns True if a frame belongs to the code, or is within two calls of it: a comprehension, or a property."""
+    frames = caller, caller.f_back, None if caller.f_back is None else caller.f_back.f_back
+    return any(frame is not None and frame.f_code is code for frame in frames)
 
 
 def _is_metadata(func: Callable[..., Any], call: str) -> bool:
