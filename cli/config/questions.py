@@ -350,7 +350,7 @@ _LAUNCHERS = (Choice("standard", "you run the command on each"), Choice("ssh", "
 QUESTIONS: tuple[Question, ...] = (
     Question(
         "use_cpu",
-        "Run on the CPU only (yes if the job's machines have no accelerators)?",
+        "Run on the CPU only (yes if there are no accelerators)?",
         "yes_no",
         default=lambda s: not s.machine.devices,
     ),
