@@ -38,7 +38,8 @@ class JobSpec:
         params: parameters or param groups for the config's optimizer; None takes all trainable ones.
         lr_scheduler: a scheduler, or a function of the optimizer; None takes the config's `scheduler` section.
         training_data, collate_fn: a dataset to make a loader for.
-        config: DeepSpeed-format JSON as a dict, path or text, also read already; None is an empty config.
+        config: DeepSpeed-format JSON as a dict, path or text, or a document or config that was read from one; None
+            is an empty config.
         sources: origin of each value, by its dotted path in `config`, for error messages.
         facts: values that fill "auto", with their sources. The plan adds the hidden size and the number of samplers.
         unknown_keys: see `load_config`.
@@ -58,7 +59,7 @@ class JobSpec:
     lr_scheduler: Any = None
     training_data: Any = None
     collate_fn: Callable[..., Any] | None = None
-    config: ConfigSource | Document | None = None
+    config: ConfigSource | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
     facts: Facts = field(default_factory=Facts)
     unknown_keys: UnknownKeys = "standard"

@@ -270,9 +270,9 @@ def _config(job: JobSpec, ranks: JobRanks) -> Config:
     trains = facts.training or config.optimizer is not None
     if trains and is_text and "gradient_clipping" not in config.model_fields_set:
         log_note(
-            logging.INFO,
-            "gradient_clipping: not in the config, so gradients are not clipped (DeepSpeed clips at norm 1.0 since "
-            "0.19.3); set it to a norm, or to 0",
+            logging.WARNING,
+            "gradient_clipping: not in the config, so only a call of clip_grad_norm_ clips gradients (DeepSpeed clips "
+            "at norm 1.0 since 0.19.3); set it to a norm, or to 0 to clip nothing",
         )
     peer = config.checkpoint.peer
     if peer is not None and peer.enabled and not job.loop.resumes:

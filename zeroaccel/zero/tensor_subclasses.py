@@ -18,6 +18,9 @@ Before there is an engine, the parameter has a `BuiltOwner`: every operation on 
 writes values gathers them on all ranks, runs, and shards them again, and a deep copy is a sharded parameter with the
 same values. A view stores the call that made it, and `_remade` repeats that call on the gathered parameter.
 
+After the engine's end a sharded parameter is *released*: the first operation that needs or writes values unshards it
+for good, on all ranks, so that `destroy` itself needs no other rank.
+
 To decide if a function of torch reads values, it is tried on tensors of the meta device, which have none: a list of
 function names would depend on torch's version.
 """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import json
+import logging
 from unittest.mock import patch
 
 import pytest
@@ -77,3 +79,18 @@ def _collecting() -> list[bool]:
 
 def test_the_garbage_collector_is_off_while_training(ranks: Ranks) -> None:
     assert ranks(2).run(_collecting) == [[True, False, True]] * 2
+
+
+def _said_of_clipping(text: str) -> list[tuple[int, str]]:
+    said: list[tuple[int, str]] = []
+    with patch("zeroaccel.setup.plan.log_note", lambda level, message: said.append((level, message))):
+        engine, *_ = zeroaccel.initialize(Toy(), config=text)
+    engine.destroy()
+    return [(level, message) for level, message in said if message.startswith("gradient_clipping")]
+
+
+@pytest.mark.parametrize(("clipping", "warns"), [({}, True), ({"gradient_clipping": 0}, False)])
+def test_a_config_file_without_clipping_gives_a_warning(ranks: Ranks, clipping: dict[str, int], warns: bool) -> None:
+    tree = {name: value for name, value in config(1).items() if name != "gradient_clipping"}
+    for said in ranks(1).run(_said_of_clipping, json.dumps({**tree, **clipping})):
+        assert [level for level, _ in said] == [logging.WARNING] * warns

@@ -37,6 +37,7 @@ from zeroaccel.checkpoint.consolidate import (
 from zeroaccel.checkpoint.find import find_checkpoint
 from zeroaccel.checkpoint.zero_to_fp32 import ConversionError, run
 from zeroaccel.errors import CheckpointError, UsageError
+from zeroaccel.zero import module_names
 
 RNG = np.random.default_rng(0)
 
@@ -611,3 +612,8 @@ def test_resharding_a_damaged_checkpoint_leaves_none(root: Path, tmp_path: Path)
     _flip(_rank_file(root / "global_step1", 0), 100_000)
     typed("checkpoint reshard", root, tmp_path / "new", "--world_size", 3, code=1)
     assert not list((tmp_path / "new").glob("*/manifest.json"))
+
+
+def test_the_program_knows_the_wrappers_that_the_engine_knows() -> None:
+    """It stands alone, so it has its own list."""
+    assert set(zero_to_fp32.WRAPPERS) == module_names._SEGMENTS
