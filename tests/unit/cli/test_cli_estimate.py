@@ -84,7 +84,7 @@ def test_a_model_without_a_fitting_plan_gets_a_remedy() -> None:
     )
 
 
-def test_a_smaller_batch_that_fits_has_a_command_and_a_config() -> None:
+def test_a_smaller_batch_that_fits_has_a_command_and_a_config(tmp_path: Path) -> None:
     size = ("--ranks", "2", "--batch", "8", "--sequence", "64")
     plans = json.loads(typed("estimate", "20k", *size, "--checkpointing", "--json").out)["plans"]
     limit = f"{min(plan['device']['total'] for plan in plans) * 1.2 / 1e9:.9f}GB"
@@ -96,6 +96,11 @@ def test_a_smaller_batch_that_fits_has_a_command_and_a_config() -> None:
     assert json.dumps(smaller["config"]) in said.err
     again = json.loads(typed(*shlex.split(smaller["command"].removeprefix("zeroaccel ")), "--json").out)
     assert [smaller["total"]] == [plan["device"]["total"] for plan in again["plans"] if plan["recommended"]]
+    (tmp_path / "ds.json").write_text(json.dumps(smaller["config"]))
+    words = ("--ranks", "2", "--sequence", "64", "--config", str(tmp_path / "ds.json"))
+    read = json.loads(typed("estimate", "20k", *words, "--json").out)
+    assert smaller["total"] in {plan["device"]["total"] for plan in read["plans"]}
+    assert (read["workload"]["checkpointing"], read["workload"]["precision"]) == (True, "bf16")
 
 
 @pytest.mark.parametrize("kind", ["html", "png"])
