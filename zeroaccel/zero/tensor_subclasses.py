@@ -496,12 +496,7 @@ def _call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
                 unshard_released(tensor)
         built = [tensor for tensor in _sharded(args, kwargs) if _record(tensor).owner is not None]
         if built:
-            if call in _CASTS and call != "contiguous" and func(*args, **kwargs) is args[0]:
-                return args[0]  # it converts nothing
-            writes = any(True for _ in _targets(func, call, args, kwargs))
-            if writes or (not _is_metadata(func, call) and _reads_values(func, call, args, kwargs)):
-                return _run_whole(func, call, args, kwargs, built, writes)
-            return _view(func, args, kwargs)
+            return _call_built(func, call, args, kwargs, built)
         _check_targets(func, call, args, kwargs)
         if _is_metadata(func, call):
             return _view(func, args, kwargs)
@@ -515,6 +510,20 @@ def _call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
                 raise _no_values(absent, call)
             return _view(func, args, kwargs)
     return func(*args, **kwargs)
+
+
+def _call_built(
+    func: Callable[..., Any], call: str, args: Sequence[Any], kwargs: Mapping[str, Any], built: Sequence[Any]
+) -> Any:
+    """Runs a function of sharded parameters that no engine has yet. (all ranks, unless it needs only metadata)"""
+    if call in _CASTS and call != "contiguous" and func(*args, **kwargs) is args[0]:
+        return args[0]  # it converts nothing
+    writes = any(True for _ in _targets(func, call, args, kwargs))
+    if writes:
+        _refuse_to_step(sys._getframe(3), built[0])
+    if writes or (not _is_metadata(func, call) and _reads_values(func, call, args, kwargs)):
+        return _run_whole(func, call, args, kwargs, built, writes)
+    return _view(func, args, kwargs)
 
 
 def _run_whole(
@@ -630,6 +639,19 @@ def _refuse_to_wrap(caller: FrameType, param: Any) -> None:
             fix="pass the model to zeroaccel.initialize() or to an Accelerator with a ZeRO config, and do not wrap it; "
             "accelerate wraps it if ACCELERATE_USE_CPU or cpu=True is set, so remove that. A model that needs no "
             "engine must be loaded before the Accelerator or TrainingArguments, after which models are sharded",
+        )
+
+
+def _refuse_to_step(caller: FrameType | None, param: Any) -> None:
+    """Raises for a step of an optimizer without an engine, which would apply the gradients of rank 0 alone."""
+    while caller is not None and caller.f_globals.get("__name__") != "torch.optim.optimizer":
+        caller = caller.f_back
+    if caller is not None:
+        raise UsageError(
+            f"optimizer.step(), parameter {_record(param).fqn}",
+            expected="an engine, which sums the gradients of all ranks",
+            got="a model of zero.Init without one",
+            fix="pass model and optimizer to zeroaccel.initialize() or Accelerator.prepare(), and use what they return",
         )
 
 

@@ -181,6 +181,9 @@ def _undone() -> list[str]:
         assert torch.equal(one(torch.ones(1, 5)), expected)
     attempt(UsageError, lambda: nn.parallel.DistributedDataParallel(model))
     attempt(UsageError, lambda: nn.parallel.DistributedDataParallel(model, init_sync=False))
+    copied(torch.ones(1, 5)).sum().backward()
+    for optimizer in (torch.optim.SGD(copied.parameters(), lr=0.1), torch.optim.AdamW(copied.parameters())):
+        attempt(UsageError, optimizer.step)
     early = model[0].weight.data
     attempt(UsageError, lambda: zero.Init(dtype=torch.int32))
     attempt(UsageError, lambda: zero.Init(remote_device="tape"))  # type: ignore[arg-type]
@@ -200,12 +203,15 @@ def _undone() -> list[str]:
 
 def test_exits_undo_everything_and_mistakes_are_named(ranks: Ranks) -> None:
     for found in ranks(2).run(_undone):
-        pickled, *wrapped, dtype, device, nvme, early, twice = found
+        pickled, *wrapped, sgd, adamw, dtype, device, nvme, early, twice = found
         assert "parameter 0.weight: expected no read of its values while it is sharded" in pickled
         assert len(wrapped) == 2
         for error in wrapped:
             assert "DistributedDataParallel, parameter 0.weight: expected a model whose parameters are whole" in error
             assert "accelerate wraps it if ACCELERATE_USE_CPU or cpu=True is set" in error
+        for error in (sgd, adamw):
+            assert "optimizer.step(), parameter " in error
+            assert "expected an engine, which sums the gradients of all ranks" in error
         assert "a view of parameter 0.weight: expected a view that was made of the parameter as it is" in early
         assert "read param.data or state_dict() again" in early
         assert "a floating-point torch.dtype" in dtype
