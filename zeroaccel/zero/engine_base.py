@@ -1198,6 +1198,7 @@ class EngineBase(nn.Module):
         # cycle collector, which does not see device memory.
         if self.sharded_optimizer is not None:
             self.sharded_optimizer.optimizer.state.clear()
+        self._note_phase("")
         self._destroyed = True
 
     def __getattr__(self, name: str) -> Any:

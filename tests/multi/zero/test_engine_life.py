@@ -184,6 +184,7 @@ def _destroy_alone(stage: int) -> dict[str, list[float]]:
         ranks.barrier("rank 0 has destroyed its engine")
         if ranks.rank:
             engine.destroy()
+        assert not ranks.flight_recorder.phase  # a hang report then knows that the model's passes are over
         if use == "initialize":
             engine, *_ = zeroaccel.initialize(model, config=config(stage))
             engine.destroy()
