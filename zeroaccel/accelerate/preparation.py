@@ -289,6 +289,8 @@ def _group_of_optimizer(
         params = {id(param) for group in optimizer.param_groups for param in group["params"]}
     where = f"prepare: argument {index}, {type(optimizer).__name__}"
     owners = [group for group in groups if any(id(param) in params for param in group.model.parameters())]
+    if not params and len(groups) == 1:
+        return groups[0]  # the plan refuses an optimizer that has nothing to train
     if len(owners) == 1:
         return owners[0]
     if len(owners) > 1:

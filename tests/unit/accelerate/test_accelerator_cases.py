@@ -428,6 +428,8 @@ def test_an_optimizer_needs_its_model() -> None:
         UsageError, match=r"argument 1, SGD: expected its model in the same prepare\(\), got 'Sequential'"
     ):
         accelerator.prepare(other, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(UsageError, match=r"requires_grad=True, got 'no parameters'; pass parameters that train"):
+        accelerator.prepare(other, torch.optim.SGD([{"params": []}], lr=0.1))
     with pytest.raises(UsageError, match="of one model, got 'parameters of Sequential, Sequential'; create"):
         accelerator.prepare(model, other, torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1))
     with pytest.raises(UsageError, match="expected one optimizer for Sequential, got 'a second one besides SGD"):
