@@ -10,7 +10,6 @@ The rows are in the order of the questions; help lists them in this order within
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from zeroaccel.config.launch.setting import Ask, Choice, Kind, Setting
@@ -446,7 +445,5 @@ _ROWS = (
 ROWS: dict[str, Setting] = {row.name: row for row in _ROWS}
 """Every row, in the order of the questions."""
 
-SETTINGS: Mapping[str, Setting] = {
-    name: row for group in GROUP_ORDER for name, row in ROWS.items() if row.group == group
-}
+SETTINGS: dict[str, Setting] = {name: row for group in GROUP_ORDER for name, row in ROWS.items() if row.group == group}
 """The settings that users set, in the order of the flags in help."""
