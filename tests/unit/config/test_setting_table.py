@@ -30,7 +30,8 @@ def test_a_setting_is_one_row(tmp_path: Path) -> None:
         "plugin": [9, True],
         "json": "--sub_group_size 6: conflicts with ds.json:1:36: zero_optimization.sub_group_size 5; remove it here, "
         'or write "auto" there to use this one',
-        "question": ["How many parameters has a sub-group?", 1000, "there"],
+        "question": ["How many parameters has a sub-group?", 1000],
+        "answer": "there",
         "written": True,
         "read back": 7,
         "config flag": True,
