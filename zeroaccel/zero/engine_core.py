@@ -281,7 +281,7 @@ class EngineCore(ModelWrapper):
 
     def _update(self) -> None:
         """Computes the norm, checks for overflow, clips, and updates the weights."""
-        step, boundary = self._step, self._require_boundary("step")
+        step, boundary, weights = self._step, self._require_boundary("step"), self._require_weight_update("step")
         boundary.verify_earlier_steps()
         late = boundary.settings_may_be_late()
         check = self._check_gradients(norm=self.settings.compute_norm or self.settings.clipping > 0)
@@ -290,7 +290,12 @@ class EngineCore(ModelWrapper):
         # Unscale by the loss scale of this step's backwards: the scale changes only after the update.
         rule = FactorRule(self.loss_scale.value, self.settings.clipping, boundary.factor, self.settings.skip_overflow)
         try:
-            step.applied = boundary.update(check, rule, self.global_steps, late=late)
+            factor = boundary.decide(check, rule, self.global_steps, late=late)
+            if factor is None:
+                weights.finish()
+            else:
+                weights.replace_weights(factor)
+            step.applied = boundary.conclude(check, rule, self.global_steps, factor)
         except (CollectiveError, UsageError):  # the step is refused
             raise
         except BaseException:  # a tier failed, on all ranks: counters and digests must not diverge
