@@ -63,7 +63,7 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "checkpoint": 6072,
     "cli": 7171,
     "comm": 3877,
-    "compat": 3438,
+    "compat": 3595,
     "config": 4555,
     "data": 865,
     "estimate": 2061,
@@ -75,7 +75,7 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "setup": 1455,
     "telemetry": 1170,
     "utils": 60,
-    "zero": 8716,
+    "zero": 9078,
 }
 LOOSE_LINES = 100
 MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 7
@@ -147,6 +147,7 @@ ENGINE_LAYERS: tuple[tuple[str, ...], ...] = (
         "quantized_weights",
         "wrap_policy",
         "access.safetensors_file",
+        "access.lazy_tensors",
     ),
     ("changed_bits",),
     ("storage.copy_stream", "storage.shards"),
