@@ -28,7 +28,7 @@ from zeroaccel.config.launch.setting_table import SETTINGS
 from zeroaccel.config.schema import Config
 from zeroaccel.config.section import field_paths, nested_section, spellings
 from zeroaccel.config.support import KEYS, Kind, SupportStatus
-from zeroaccel.engine import EngineBase
+from zeroaccel.engine import Engine
 
 ROOT = Path(__file__).resolve().parents[2]
 FROM_TREE = {
@@ -207,7 +207,7 @@ def deepspeed_page() -> Iterator[str]:
         if provided:
             yield f"| `{module}` | {_names(provided)} |"
     yield from ("", "## Engine", "")
-    own = sorted(name for name in vars(DeepSpeedEngine) if name[0] != "_" and name not in vars(EngineBase))
+    own = sorted(name for name in dir(DeepSpeedEngine) if name[0] != "_" and not hasattr(Engine, name))
     yield f"Besides the members of zeroaccel's `Engine`: {_names(own)}."
     yield ""
     yield f"Members that return a value of the config or its default: {_names(QUESTIONS)}."
