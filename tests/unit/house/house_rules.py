@@ -58,13 +58,13 @@ ENVIRONMENT_READERS = {
 
 # Folder -> its limit of code lines. A commit that raises a limit states the reason.
 MAX_CODE_LINES: Mapping[str, int] = {
-    "": 1207,
+    "": 1228,
     "accelerate": 4264,
     "checkpoint": 6072,
     "cli": 7171,
     "comm": 3877,
     "compat": 3603,
-    "config": 4555,
+    "config": 4556,
     "data": 865,
     "estimate": 2061,
     "offload": 985,
@@ -73,9 +73,9 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "parallel": 3512,
     "rollout": 1160,
     "setup": 1455,
-    "telemetry": 1170,
+    "telemetry": 1385,
     "utils": 60,
-    "zero": 9078,
+    "zero": 9111,
 }
 LOOSE_LINES = 100
 MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 7
