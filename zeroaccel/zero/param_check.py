@@ -77,6 +77,10 @@ class WriteDetector:
                 answers[place] = differs
         return answers
 
+    def observes(self, buffer: FlatBuffer, index: int) -> bool:
+        """Returns True if a reader or a writer of the parameter is registered."""
+        return (id(buffer), index) in self._observed
+
     def refresh(self, buffer: FlatBuffer, index: int) -> None:
         """Takes a new fingerprint, after a permitted change."""
         observed = self._observed[id(buffer), index]
