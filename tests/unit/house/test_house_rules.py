@@ -264,7 +264,7 @@ COMMAND = "from zeroaccel.cli.main import main; main({!r}.split(), standalone_mo
         (COMMAND.format("--help"), "torch pydantic zeroaccel.cli.launch.launch_command"),
         (COMMAND.format("--version"), "torch pydantic zeroaccel.cli.launch.launch_command"),
         (COMMAND.format("config --help"), "torch pydantic rich questionary"),
-        (COMMAND.format("launch --help"), "torch pydantic zeroaccel.cli.launch.launch_command"),
+        (COMMAND.format("launch --help"), "torch pydantic zeroaccel.cli.launch.launch_job"),
     ],
 )
 def test_nothing_is_imported_before_it_is_needed(statement: str, untouched: str) -> None:
