@@ -65,7 +65,7 @@ def _both_lists() -> tuple[list[str], list[str]]:
     to_gather = _calls(lambda: engine(batch), "zero/hooks.py:__call__", "comm/collectives.py:all_gather")
     engine.reset()
     engine.backward(engine(batch).float().square().mean())
-    to_kernel = _calls(engine.step, "zero/engine.py:step", "ops/dispatch.py:launch")
+    to_kernel = _calls(engine.step, "engine.py:step", "ops/dispatch.py:launch")
     engine.destroy()
     return to_gather, to_kernel
 
