@@ -53,7 +53,7 @@ from zeroaccel.zero.from_config import (
 from zeroaccel.zero.model_check import check_dtypes
 from zeroaccel.zero.module_names import plain_names
 from zeroaccel.zero.precision import LossScale
-from zeroaccel.zero.quantized_weights import attach_codes
+from zeroaccel.zero.quantized_weights import attach_codes, refuse_codes_in_buffers
 from zeroaccel.zero.storage.placement import OffloadRules
 from zeroaccel.zero.tensor_subclasses import is_wrapper, named_tensors
 from zeroaccel.zero.wrap_policy import UnitSpec
@@ -136,6 +136,8 @@ class TrainPlan:
         optimizer, params = _divide(job, ranks)
         shards, tiers = shard_plan(config), tier_plan(config)
         check_dtypes(job.model, DTYPES[config.precision])
+        if shards.params:
+            refuse_codes_in_buffers(job.model)
         attach_codes(job.model)
         plain = plain_names(job.model)
         names = {id(param): plain(fqn) for fqn, param in job.model.named_parameters()}
