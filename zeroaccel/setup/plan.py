@@ -54,7 +54,7 @@ from zeroaccel.zero.from_config import (
 from zeroaccel.zero.model_check import check_dtypes
 from zeroaccel.zero.module_names import plain_names
 from zeroaccel.zero.precision import LossScale
-from zeroaccel.zero.quantized_weights import attach_codes
+from zeroaccel.zero.quantized_weights import attach_codes, refuse_codes_in_buffers
 from zeroaccel.zero.storage.placement import OffloadRules
 from zeroaccel.zero.tensor_subclasses import tensors_of
 from zeroaccel.zero.wrap_policy import UnitSpec
@@ -148,6 +148,8 @@ class TrainPlan:
         # The decisions of config and model together.
         model = job.model
         check_dtypes(model, DTYPES[config.precision])
+        if shards.params:
+            refuse_codes_in_buffers(model)
         attach_codes(model)
         plain = plain_names(model)
         names = {id(param): plain(fqn) for fqn, param in model.named_parameters()}

@@ -40,11 +40,10 @@ PRIVATE: Mapping[str, str] = {
     "ProcessGroup.allgather_into_tensor_coalesced ProcessGroup.allreduce ProcessGroup.reduce_scatter_tensor_coalesced",
     "torch.distributed.checkpoint.filesystem": "_StorageInfo",
     "torch.distributed.distributed_c10d": "_get_default_store _world",
+    "torch.distributed.elastic.agent.server.local_elastic_agent": "LocalElasticAgent._pcontext "
+    "LocalElasticAgent._rendezvous LocalElasticAgent._start_workers",
     "torch.distributed.elastic.multiprocessing.subprocess_handler": "SubprocessHandler._popen "
     "SubprocessHandler._stderr SubprocessHandler._stdout",
-    "torch.distributed.elastic.rendezvous.dynamic_rendezvous": "DynamicRendezvousHandler._state_holder "
-    "RendezvousTimeout._last_call _Action _DistributedRendezvousOpExecutor "
-    "_DistributedRendezvousOpExecutor._add_to_redundancy_list _RendezvousJoinOp _should_keep_alive",
     "torch.distributed.pipelining": "PipelineStage.backward_maybe_with_nosync PipelineStage.backward_one_chunk "
     "PipelineStage.backward_weight_one_chunk PipelineStage.clear_runtime_states PipelineStage.forward_one_chunk "
     "PipelineStage.forward_maybe_with_nosync PipelineStage.get_bwd_recv_ops PipelineStage.get_bwd_send_ops "
