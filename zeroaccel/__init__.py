@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from zeroaccel.accelerate.zero_plugin import DeepSpeedPlugin, ZeroPlugin
     from zeroaccel.config.parallel import ParallelConfig, PipelineConfig
     from zeroaccel.data import DataLoaderConfiguration, skip_first_batches
+    from zeroaccel.engine import Engine
     from zeroaccel.errors import (
         CheckpointError,
         CollectiveError,
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from zeroaccel.seeds import set_seed, synchronize_rng_states
     from zeroaccel.telemetry.trackers import GeneralTracker
     from zeroaccel.zero import GatheredParameters, Init
-    from zeroaccel.zero.engine import Engine
 
 __all__ = [
     "Accelerator",
@@ -106,7 +106,7 @@ _PROVIDES = {
     "seeds": "set_seed synchronize_rng_states",
     "telemetry.trackers": "GeneralTracker",
     "zero": "GatheredParameters Init",
-    "zero.engine": "Engine",
+    "engine": "Engine",
 }
 _PACKAGES = ("checkpoint", "rollout", "zero")  # available without an explicit import, like deepspeed.zero
 _HOMES = {name: f"zeroaccel.{module}" for module, names in _PROVIDES.items() for name in names.split()}

@@ -29,7 +29,7 @@ from zeroaccel.config.launch.setting_table import SETTINGS
 from zeroaccel.config.schema import Config
 from zeroaccel.config.section import field_paths, nested_section, spellings
 from zeroaccel.config.support import KEYS, Kind, SupportStatus
-from zeroaccel.zero.engine_base import EngineBase
+from zeroaccel.engine import EngineBase
 
 ROOT = Path(__file__).resolve().parents[2]
 FROM_TREE = {

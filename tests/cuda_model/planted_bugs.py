@@ -343,7 +343,7 @@ BUGS: Mapping[str, Bug] = {
     ),
     "weights of an update in another thread are installed before it ends": Bug(
         "stage 2, update during the next step",
-        _without("tests.cuda_model.model_threads._Result", "result", "zero/weight_update.py", "install", 0.0),
+        _without("tests.cuda_model.model_threads._Result", "result", "zero/update_thread.py", "install", 0.0),
         "not ordered after",
     ),
     "the device's part of an update is used before it is back": Bug(

@@ -267,7 +267,7 @@ class StreamModel:
         self.spend(self.rates.control_seconds)
 
     def place(self) -> str:
-        """Returns the innermost running line of the package: "zero/engine.py:190"."""
+        """Returns the innermost running line of the package: "zero/engine_core.py:190"."""
         frame = sys._getframe(1)
         while frame is not None:
             path = frame.f_code.co_filename

@@ -26,9 +26,9 @@ from zeroaccel.comm.rank_device import ACCELERATOR
 from zeroaccel.comm.topology import Topology, destroy, init_process_group, meet
 from zeroaccel.config import Config, Facts
 from zeroaccel.config.auto_values import shown
+from zeroaccel.engine import EngineBase
 from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.operations import collectives_of_process
-from zeroaccel.zero.engine_base import EngineBase
 
 PRECISION_NAMES = {"fp32": "no", "fp16": "fp16", "bf16": "bf16"}
 """Precision in a config -> value of accelerate's `mixed_precision`."""

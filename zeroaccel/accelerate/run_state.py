@@ -46,10 +46,10 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.config.bounds import parse_plain_json, read_at_most
 from zeroaccel.config.schema import PeerStates
 from zeroaccel.data import PreparedLoader
+from zeroaccel.engine import EngineBase
 from zeroaccel.errors import CheckpointError, ConfigError, Preempted, UsageError
 from zeroaccel.logs import logger
 from zeroaccel.zero.access.safetensors_file import parse_header
-from zeroaccel.zero.engine_base import EngineBase
 
 PathLike = str | os.PathLike[str]
 SaveHook = Callable[[list[Any], list[Any], str], None]

@@ -43,14 +43,13 @@ from zeroaccel.config.diagnostics import at
 from zeroaccel.config.document import Document
 from zeroaccel.config.parallel import ParallelConfig, with_config_axes
 from zeroaccel.data import build_dataloader
+from zeroaccel.engine import Engine, EngineBase, require_loss
 from zeroaccel.errors import ConfigError, EngineStateError, UsageError, listed
 from zeroaccel.initialization import start
 from zeroaccel.logs import log_always, logger
 from zeroaccel.parallel.pipeline_engine import PipelineEngine
 from zeroaccel.setup.job import JobSpec
 from zeroaccel.zero.access.param_registry import handle_of
-from zeroaccel.zero.engine import Engine
-from zeroaccel.zero.engine_base import EngineBase
 from zeroaccel.zero.from_config import DTYPES, LoopRules
 from zeroaccel.zero.module_names import plain_names
 
@@ -88,7 +87,7 @@ class DeepSpeedMembers(EngineBase):
             UsageError: `loss` is not a scalar with a gradient.
             EngineStateError: the engine has no optimizer.
         """
-        self._check_loss(loss, "engine.scale(loss)")
+        require_loss(loss, "engine.scale(loss)")
         self._require_optimizer("scale")
         self._loss_is_scaled = True
         return loss * self.loss_scale.value if self.loss_scale.value != 1.0 else loss

@@ -29,8 +29,8 @@ from torch.optim import Optimizer
 from zeroaccel.accelerate import pretrained_saving
 from zeroaccel.comm.stop_notice import stop_notice
 from zeroaccel.compat.deepspeed_init import DeepSpeedInit
+from zeroaccel.engine import EngineBase
 from zeroaccel.logs import log_once
-from zeroaccel.zero.engine_base import EngineBase
 
 _ORIGINALS: dict[tuple[type, str], Callable[..., Any]] = {}
 

@@ -46,13 +46,13 @@ from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import Topology, peer_recorder
 from zeroaccel.config.parallel import ParallelConfig
+from zeroaccel.engine import EngineBase
 from zeroaccel.errors import UsageError
 from zeroaccel.parallel.sequence import SequenceGroup
 from zeroaccel.setup.axis import Axis
 from zeroaccel.setup.axis_estimate import AxisEstimate, EstimatedJob, Shape
 from zeroaccel.setup.cut_check import Cut
 from zeroaccel.setup.job import JobSpec
-from zeroaccel.zero.engine_base import EngineBase
 
 __all__ = ["SequenceAxis", "UlyssesAttention"]
 

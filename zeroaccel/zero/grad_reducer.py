@@ -37,6 +37,7 @@ from zeroaccel.config.shard_plan import ShardPlan
 from zeroaccel.errors import EngineStateError, ShardStateError
 from zeroaccel.ops.reductions import max_abs_into
 from zeroaccel.telemetry.timeline import named_range
+from zeroaccel.zero.layout import FlatTensor
 from zeroaccel.zero.param_unit import FlatBuffer
 from zeroaccel.zero.storage.copy_stream import CopyHandle, CopyStream
 from zeroaccel.zero.tensor_subclasses import local_grad
@@ -110,6 +111,13 @@ class GradientBuffer:
     def complete(self) -> bool:
         """True if the gradient of every parameter has arrived in this backward."""
         return len(self.ready) == len(self.buffer.params)
+
+    def reduced(self) -> FlatTensor:
+        """Returns the gradient for the step: of all elements if the optimizer is replicated, else of the shard."""
+        if self.full is not None:
+            return FlatTensor(self.buffer.layout.range, self.full)
+        assert self.shard is not None, f"{self.name} is stepped without a gradient"
+        return FlatTensor(self.buffer.own, self.shard)
 
     def copy_pending(self, dtype: torch.dtype, predivide: float) -> None:
         """Copies the pending gradients into their slots, or adds them to the gradients of earlier micro-steps."""

@@ -20,7 +20,7 @@ from zeroaccel.comm.hierarchical import HierarchicalCollectives, QuantError, arr
 from zeroaccel.comm.quantized import FP8, INT4, INT8, Codec
 from zeroaccel.comm.topology import init_process_group
 from zeroaccel.config import comm_plan, load_config
-from zeroaccel.zero.engine import Engine
+from zeroaccel.engine import Engine
 
 
 def _trained(changes: list[dict[str, Any]], precision: str, **common: Any) -> list[Run]:

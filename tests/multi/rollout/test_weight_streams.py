@@ -16,9 +16,9 @@ from tests.support.mesh_training import small_llama
 from tests.support.pool import Ranks
 from tests.support.training import Toy, batches, config, offloaded, recording, train_step
 from zeroaccel.comm.recording import RecordingCollectives
+from zeroaccel.engine import Engine
 from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.rollout.receiver import Packet, WeightReceiver
-from zeroaccel.zero.engine import Engine
 
 BUCKET = 1 << 11
 

@@ -19,9 +19,9 @@ from tests.support.pool import Ranks
 from tests.support.training import Toy, batches, config, offloaded, recording, train_step
 from zeroaccel.comm.collectives import Work
 from zeroaccel.comm.recording import RecordingCollectives
+from zeroaccel.engine import Engine
 from zeroaccel.errors import EngineStateError
 from zeroaccel.zero import GatheredParameters, Init
-from zeroaccel.zero.engine import Engine
 from zeroaccel.zero.layout import ALIGN_NUMEL
 from zeroaccel.zero.wrap_policy import LARGE_LEAF_NUMEL
 

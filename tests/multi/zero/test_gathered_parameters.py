@@ -15,9 +15,9 @@ import zeroaccel
 from tests.support.pool import Ranks
 from tests.support.refusals import message
 from tests.support.training import SGD, WIDTH, Run, Toy, batches, config, differences, offloaded, train_step
+from zeroaccel.engine import Engine
 from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.zero import GatheredParameters, register_external_parameter
-from zeroaccel.zero.engine import Engine
 
 
 def build(settings: dict[str, Any]) -> tuple[Engine, Toy]:

@@ -24,6 +24,7 @@ LAYERS = (
     ("zero",),
     ("checkpoint",),
     ("activations", "data", "rollout"),
+    ("engine",),
     ("setup",),
     ("parallel",),
     ("(faces)",),  # every other module directly in zeroaccel/, and the package itself
@@ -57,7 +58,7 @@ ENVIRONMENT_READERS = {
 
 # Folder -> its limit of code lines. A commit that raises a limit states the reason.
 MAX_CODE_LINES: Mapping[str, int] = {
-    "": 880,
+    "": 1207,
     "accelerate": 4227,
     "checkpoint": 6072,
     "cli": 7351,
@@ -74,7 +75,7 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "setup": 1455,
     "telemetry": 1170,
     "utils": 60,
-    "zero": 9377,
+    "zero": 9078,
 }
 LOOSE_LINES = 100
 MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 8
@@ -97,7 +98,6 @@ CUDA_FILES = {
 }
 # Files that may be longer, with the reason.
 LONG_FILES = {
-    "zeroaccel/zero/engine_base.py": "one class: the step, and documented methods, which delegate",
     "zeroaccel/checkpoint/zero_to_fp32.py": "a whole program, copied next to checkpoints; it may import no other file",
 }
 # Files besides zero/hooks.py that register hooks, with the reason.
@@ -153,14 +153,15 @@ ENGINE_LAYERS: tuple[tuple[str, ...], ...] = (
     ("storage.code_shards",),
     ("storage.masters", "storage.swapped_masters", "storage.placement"),
     ("param_unit",),
-    ("coordinator", "grad_reducer", "param_check"),
+    ("coordinator", "grad_reducer", "param_check", "weight_writer"),
     ("sharded_optimizer",),
+    ("update_thread",),
     ("weight_update", "storage.state_offload", "access.param_registry"),
     ("step_boundary", "access.full_params", "access.safe_get_set", "model_check"),
     ("build_units", "from_config", "hooks"),
     ("step_trace",),
-    ("engine_base",),
-    ("engine", "access.deferred_init", "access.load_safetensors"),
+    ("engine_core",),
+    ("access.deferred_init", "access.load_safetensors"),
 )
 # Former metaphors, and people as subjects in place of components. The rule reads comments, docstrings and names, but
 # not messages.

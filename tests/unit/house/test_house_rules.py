@@ -57,7 +57,7 @@ def _name(value: object) -> str:
 # Violations of each rule: path and text of a file, or a dict of files, and a part of the complaint.
 BROKEN: dict[Rule, list[tuple[Any, ...]]] = {
     rules.imports_point_down: [
-        ("zeroaccel/comm/a.py", "from zeroaccel.zero.engine import Engine", "zeroaccel/comm/a.py:1"),
+        ("zeroaccel/comm/a.py", "from zeroaccel.engine import Engine", "zeroaccel/comm/a.py:1"),
         ("zeroaccel/zero/a.py", "def f():\n    import zeroaccel.checkpoint.save", "a.py:2"),
         ("zeroaccel/config/a.py", "from ..ops import adam", "zeroaccel.config.a imports zeroaccel.ops"),
         ("zeroaccel/errors.py", "import zeroaccel", "zeroaccel/errors.py:1"),
@@ -169,7 +169,7 @@ BROKEN: dict[Rule, list[tuple[Any, ...]]] = {
         ),
     ],
     rules.the_engine_imports_downwards: [
-        ("zeroaccel/zero/layout.py", "\nfrom zeroaccel.zero.engine import Engine", "zeroaccel/zero/layout.py:2"),
+        ("zeroaccel/zero/layout.py", "\nfrom zeroaccel.zero.hooks import Hooks", "zeroaccel/zero/layout.py:2"),
         ("zeroaccel/zero/new.py", "", "no row"),
     ],
     rules.old_words_are_gone: [

@@ -94,7 +94,7 @@ def test_names_and_keys_are_not_messages(prose: ModuleType) -> None:
 def test_every_page_and_module_is_read(prose: ModuleType) -> None:
     read = {path.relative_to(prose.ROOT).as_posix() for path in [*prose.pages(), *prose.sources()]}
     assert {"docs/design.md", "CHANGELOG.md", "tests/README.md"} <= read
-    assert {"zeroaccel/zero/engine.py", "cli/config/questions.py", "tests/unit/house/test_prose.py"} <= read
+    assert {"zeroaccel/engine.py", "cli/config/questions.py", "tests/unit/house/test_prose.py"} <= read
 
 
 def test_a_path_without_pages_or_sources_is_refused(prose: ModuleType) -> None:
