@@ -63,7 +63,7 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "checkpoint": 6072,
     "cli": 7351,
     "comm": 3877,
-    "compat": 3595,
+    "compat": 3694,
     "config": 4190,
     "data": 865,
     "estimate": 2061,
@@ -75,7 +75,7 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "setup": 1455,
     "telemetry": 1170,
     "utils": 60,
-    "zero": 9078,
+    "zero": 9084,
 }
 LOOSE_LINES = 100
 MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 8
