@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 from zeroaccel.config.launch.launch_json import json_facts
+from zeroaccel.config.launch.setting_table import MESH_SIZES
 from zeroaccel.config.section import FLAG_WORDS, as_text
 from zeroaccel.errors import ConfigError, compose
 
-from .questions import AUTO, FORMS, MESH_SIZES, PLANNED, QUESTIONS, Question, WizardState
+from .questions import AUTO, FORMS, PLANNED, QUESTIONS, Question, WizardState
 
 if TYPE_CHECKING:
     from ..machine import Machine
@@ -59,7 +60,7 @@ def parse(question: Question, text: str) -> Any:
     if question.kind == "choice":
         values = {str(choice.value).lower(): choice.value for choice in question.choices}
         if lowered not in values:
-            raise InvalidAnswer(f"expected {_listed(list(values))}, got {text!r}")
+            raise InvalidAnswer(f"expected {either(list(values))}, got {text!r}")
         return values[lowered]
     try:
         if question.kind == "yes_no" and lowered in FLAG_WORDS:
@@ -85,8 +86,8 @@ def accept(question: Question, value: Any, state: WizardState) -> None:
         InvalidAnswer: it cannot be chosen in this state, is out of range, or names a file that does not exist.
     """
     if question.kind == "choice":
-        reason = next(choice for choice in question.choices if choice.value == value).impossible(state)
-        if reason:
+        choice = next(choice for choice in question.choices if choice.value == value)
+        if reason := question.impossible(choice, state):
             raise InvalidAnswer(f"{value}: {reason}", "choose another")
     if question.kind in ("count", "number") and value != AUTO and not value >= question.least:
         raise InvalidAnswer(f"expected a number of at least {question.least:g}, got {value:g}")
@@ -172,7 +173,8 @@ def _is_fine(question: Question, value: Any, state: WizardState) -> bool:
     return True
 
 
-def _listed(words: Sequence[str]) -> str:
+def either(words: Sequence[str]) -> str:
+    """Joins words as in "a, b or c"."""
     return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 

@@ -64,7 +64,7 @@ class Prompts:
             return self.yes_no(question.words, bool(proposal), back=back)
         if question.kind == "choice":
             options = [
-                Option(_title(choice.value, choice.about), choice.value, choice.impossible(state))
+                Option(_title(choice.value, choice.about), choice.value, question.impossible(choice, state))
                 for choice in question.choices
             ]
             return self.choose(question.words, options, proposal, back=back)

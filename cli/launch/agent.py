@@ -201,7 +201,8 @@ def prefixed_streams(
         {1: 1, 2: 1}
     """
     if settings.tee or settings.redirects or settings.log_line_prefix == "none":
-        return settings.tee
+        tee: int | dict[int, int] = settings.tee
+        return tee
     if settings.log_line_prefix == "all":
         return int(Std.ALL)
     streams = Std.OUT * stdout_is_terminal | Std.ERR * stderr_is_terminal

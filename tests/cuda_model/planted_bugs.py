@@ -510,4 +510,7 @@ BUGS: Mapping[str, Bug] = {
         _without(f"{_TRACKER}.DeviceWork", "wait", "parallel/expert_dispatch.py", "route"),
         "READ AFTER WRITE",
     ),
+    "the host reads counts of tokens before they have come": Bug(
+        "stage 1, ep", _no_synchronize("parallel/expert_dispatch.py", "wait"), "READ AFTER WRITE"
+    ),
 }

@@ -113,7 +113,7 @@ def test_a_json_config_leaves_only_its_autos_to_be_asked(tmp_path: Path) -> None
 
 def _random_answer(question: Question, situation: WizardState, chance: random.Random, folder: Path) -> Any:
     if question.kind == "choice":
-        return chance.choice([one.value for one in question.choices if not one.impossible(situation)])
+        return chance.choice([one.value for one in question.choices if not question.impossible(one, situation)])
     if question.kind == "yes_no":
         return chance.random() < 0.5
     if question.takes_auto and chance.random() < 0.5:

@@ -40,7 +40,7 @@ ENVIRONMENT_READERS = {
     "cli/verify.py": "passes the environment to its own jobs, with a variable for `verify`",
     "cli/launch/fork_server.py": "a fork becomes a rank, whose environment comes with the request",
     "cli/launch/forked_ranks.py": "the importing process has the environment that all ranks of the machine share",
-    "cli/launch/launch_command.py": "the launcher's own switches, and the variables that its plan passes to ranks",
+    "cli/launch/launch_job.py": "the launcher's own switches, and the variables that its plan passes to ranks",
     "cli/launch/node.py": "variables from the launching machine, for the ranks that it starts",
     "cli/launch/runner.py": "inside a rank: the number of local ranks, and the path of its error report",
     "zeroaccel/comm/environment.py": "the job's variables from the launcher or a command, and the hang limit",
@@ -59,27 +59,28 @@ ENVIRONMENT_READERS = {
 # Folder -> its limit of code lines. A commit that raises a limit states the reason.
 MAX_CODE_LINES: Mapping[str, int] = {
     "": 1207,
-    "accelerate": 4227,
+    "accelerate": 4264,
     "checkpoint": 6072,
-    "cli": 7351,
+    "cli": 7171,
     "comm": 3877,
-    "compat": 3694,
-    "config": 4190,
+    "compat": 3703,
+    "config": 4555,
     "data": 865,
     "estimate": 2061,
     "offload": 985,
-    "ops": 2425,
+    "ops": 2427,
     "optim": 1305,
-    "parallel": 3505,
+    "parallel": 3512,
     "rollout": 1160,
     "setup": 1455,
     "telemetry": 1170,
     "utils": 60,
-    "zero": 9084,
+    "zero": 9083,
 }
 LOOSE_LINES = 100
-MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 8
+MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 7
 MAX_LINES = 900
+MAX_METHODS = 40
 # Files that name CUDA, with the reason. Others use the device's type and torch.get_device_module(device).
 CUDA_FILES = {
     "zeroaccel/accelerate/launchers.py": "after CUDA's initialization, forks cannot use devices",
@@ -537,6 +538,17 @@ def functions_stay_short(package: Mapping[str, Source]) -> Iterator[str]:
         yield f"{places}: at most {MAX_LONG_FUNCTIONS} functions may have more than {LONG_FUNCTION_LINES} lines"
 
 
+def classes_stay_small(package: Mapping[str, Source]) -> Iterator[str]:
+    """No class defines more than `MAX_METHODS` methods, properties included."""
+    for source in package.values():
+        for node in source.nodes:
+            if not isinstance(node, ast.ClassDef):
+                continue
+            names = {item.name for item in node.body if isinstance(item, (ast.FunctionDef, ast.AsyncFunctionDef))}
+            if len(names) > MAX_METHODS:
+                yield source.at(node, f"class {node.name} has {len(names)} methods, more than {MAX_METHODS}")
+
+
 def folders_keep_their_size(package: Mapping[str, Source]) -> Iterator[str]:
     """No folder exceeds its limit in `MAX_CODE_LINES` or is more than `LOOSE_LINES` below it."""
     lines: Counter[str] = Counter()
@@ -658,6 +670,7 @@ PACKAGE_RULES: tuple[Rule, ...] = (
     old_words_are_gone,
     variables_say_what_they_are,
     functions_stay_short,
+    classes_stay_small,
     folders_keep_their_size,
 )
 TREE_RULES: tuple[Rule, ...] = (files_stay_short, names_say_something, nothing_is_left_open)

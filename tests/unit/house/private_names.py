@@ -80,4 +80,4 @@ SINCE: Mapping[str, tuple[str, str]] = {
 }
 
 # Private names of Python itself.
-OF_PYTHON = frozenset({"_asdict", "_current_frames", "_exit", "_fields", "_getframe"})
+OF_PYTHON = frozenset({"_asdict", "_current_frames", "_exit", "_fields", "_getframe", "_replace"})

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zeroaccel.comm.collective_tracker import DONE
 from zeroaccel.comm.collectives import Collectives, Work
-from zeroaccel.comm.level_codes import FORMATS, decode, encode
+from zeroaccel.comm.level_codes import FORMATS, decode, decode_rows, encode
 from zeroaccel.zero.layout import FlatLayout, FlatRange, FlatTensor
 from zeroaccel.zero.storage.shards import ShardPlace, ShardStorage
 
@@ -104,8 +104,7 @@ class CodeShard(ShardStorage):
 
     def _decode_rows(self, codes: Tensor, full: Tensor) -> None:
         ranks = self._bytes.world_size
-        for code, part in zip(codes.view(ranks, -1), full.view(ranks, -1), strict=True):
-            decode(code, self._codec, part)
+        decode_rows(codes.view(ranks, -1), self._codec, full.view(ranks, -1))
 
     def all_gather_part(
         self, part: FlatRange, full: Tensor, collectives: Collectives, label: str, numels: Sequence[int]
