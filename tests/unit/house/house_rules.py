@@ -63,7 +63,7 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "checkpoint": 6072,
     "cli": 7182,
     "comm": 3877,
-    "compat": 3603,
+    "compat": 3703,
     "config": 4556,
     "data": 889,
     "estimate": 2061,
@@ -75,7 +75,7 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "setup": 1459,
     "telemetry": 1385,
     "utils": 60,
-    "zero": 8981,
+    "zero": 8986,
 }
 LOOSE_LINES = 100
 MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 7
