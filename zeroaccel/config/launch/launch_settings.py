@@ -428,7 +428,7 @@ def _problems_between_machines(settings: LaunchSettings) -> Iterator[Problem]:
         yield from _problem_of_division(settings)
         return  # `ssh` passes each machine its rank and the address of machine 0
     arrives = settings.rendezvous == "c10d"  # c10d assigns the numbers in any order
-    is_spare = settings.min_machines is not None and arrives  # a spare machine may have a number above the others
+    is_spare = settings.min_machines is not None and arrives  # a machine that waits may have a number above the others
     if (settings.machine_rank is None and not arrives) or ((settings.machine_rank or 0) >= machines and not is_spare):
         got = NOTHING if settings.machine_rank is None else settings.machine_rank
         fix = "or set hostfile, and this launcher starts the job on all machines" if got is NOTHING else ""
