@@ -38,6 +38,7 @@ class GradStats:
         same_history: True if every rank issued the same collectives since the start.
         same_settings: True if every rank's optimizer has the same hyperparameters.
         stop: True if a rank was asked to stop before it joined this step.
+        norms: the norm of each gradient, in the order of `counted`, if asked for.
     """
 
     finite: bool
@@ -45,10 +46,15 @@ class GradStats:
     same_history: bool
     same_settings: bool
     stop: bool = False
+    norms: tuple[float, ...] = ()
 
     def read(self) -> GradStats:
         """Returns itself, to satisfy `GradCheck`."""
         return self
+
+    def read_norms(self) -> tuple[float, ...]:
+        """Returns `norms`, to satisfy `GradCheck`."""
+        return self.norms
 
     def unscaled_norm(self, loss_scale: float) -> float | None:
         """Returns the norm of the unscaled gradients; inf if one is not finite, None if the norm was not computed."""
@@ -93,6 +99,9 @@ class GradCheck(Protocol):
     def read(self) -> GradStats:
         """Returns the statistics; the host waits for the device if it has not read them yet."""
 
+    def read_norms(self) -> tuple[float, ...]:
+        """Returns the norm of each gradient, still multiplied by the loss scale, if it was asked for; may wait."""
+
 
 class DeviceStats:
     """A `GradCheck` on the device, where the update reads its outcome. See [Note: boundary].
@@ -100,11 +109,13 @@ class DeviceStats:
     Args:
         facts: (6,) float64 over all ranks: the largest magnitude, the two digests as (largest, -smallest), and `stop`.
         sums: (2,) int64 over all ranks, from `square_sums`; None if no norm is needed.
+        rows: (N, 2) int64, the same for each gradient, if asked for.
     """
 
-    def __init__(self, facts: Tensor, sums: Tensor | None) -> None:
+    def __init__(self, facts: Tensor, sums: Tensor | None, rows: Tensor | None = None) -> None:
         self._facts = facts
         self._sums = sums
+        self._rows = rows
         self._host: Tensor | None = None
         self._event: torch.Event | None = None
         self._stats: GradStats | None = None
@@ -147,9 +158,14 @@ class DeviceStats:
             assert self._host is not None, "the statistics were not copied"
             if self._event is not None:
                 self._event.synchronize()
-            finite, norm, *flags = self._host.tolist()
-            self._stats = GradStats(bool(finite), norm, *map(bool, flags))
+            finite, norm, history, settings, stop = self._host.tolist()
+            self._stats = GradStats(bool(finite), norm, bool(history), bool(settings), bool(stop))
         return self._stats
+
+    def read_norms(self) -> tuple[float, ...]:
+        if self._rows is None or not self.read().finite:
+            return ()
+        return _norms(self._rows.cpu(), norm_exponent(float(self._facts[0])))
 
     @property
     def was_read(self) -> bool:
@@ -224,15 +240,22 @@ def join_facts_on_device(largest: Tensor, digests: RankDigests, collectives: Col
 
 
 def stats_on_host(
-    facts: Tensor, counted: Sequence[Tensor], collectives: Collectives, device: torch.device, *, norm: bool
+    facts: Tensor,
+    counted: Sequence[Tensor | None],
+    collectives: Collectives,
+    device: torch.device,
+    *,
+    norm: bool,
+    norms: bool = False,
 ) -> GradStats:
     """Returns the statistics of gradients in host memory; a norm needs one more small all-reduce.
 
     Args:
         facts: the facts of all ranks, in host memory.
-        counted: the shards that enter the norm: replicated gradients count on one of their ranks only.
+        counted: the shards that enter the norm; None for one that counts on another rank, which holds the same.
         device: compute device of the ranks, over which the sums travel.
         norm: compute the norm too.
+        norms: compute the norm of each gradient too; all ranks have the same number of them.
     """
     largest, latest, earliest, highest, lowest, stop = facts.tolist()
     same_history, same_settings, stop = latest == -earliest, highest == -lowest, bool(stop)
@@ -243,11 +266,18 @@ def stats_on_host(
         return GradStats(True, 0.0, same_history, same_settings, stop)
     # Every rank scales by the power of two above the global maximum, so no square exceeds its 50 bits.
     exponent = norm_exponent(largest)
-    sums = torch.zeros(2, dtype=torch.int64)
-    for shard in counted:
-        sums += torch.tensor(square_sums(shard, exponent), dtype=torch.int64)
-    _all_reduce(sums, "sum", NORM_LABEL, collectives.job, device)
-    return GradStats(True, norm_from(int(sums[0]), int(sums[1]), exponent), same_history, same_settings, stop)
+    rows = torch.zeros(len(counted) if norms else 1, 2, dtype=torch.int64)
+    for index, shard in enumerate(counted):
+        if shard is not None:
+            rows[index if norms else 0] += torch.tensor(square_sums(shard, exponent), dtype=torch.int64)
+    _all_reduce(rows.view(-1), "sum", NORM_LABEL, collectives.job, device)
+    high, low = rows.sum(0).tolist()
+    each = _norms(rows, exponent) if norms else ()
+    return GradStats(True, norm_from(high, low, exponent), same_history, same_settings, stop, each)
+
+
+def _norms(rows: Tensor, exponent: int) -> tuple[float, ...]:
+    return tuple(norm_from(high, low, exponent) for high, low in rows.tolist())
 
 
 def _all_reduce(
@@ -266,12 +296,13 @@ def _all_reduce(
 
 def check_on_device(
     shards: Sequence[Tensor],
-    counted: Sequence[Tensor],
+    counted: Sequence[Tensor | None],
     collectives: Collectives,
     *,
     device: torch.device,
     digests: RankDigests,
     norm: bool,
+    norms: bool = False,
 ) -> DeviceStats:
     """Computes the statistics of gradients on `device`, without waiting, with the same bits as in host memory.
 
@@ -285,11 +316,12 @@ def check_on_device(
     if not norm:
         return DeviceStats(facts, None)
     largest_of_facts(facts, largest)
-    sums = torch.zeros(2, dtype=torch.int64, device=device)
-    for shard in counted:
-        square_sums_into(shard, largest, sums)
-    collectives.job.all_reduce_on_device(sums, "sum", NORM_LABEL)
-    return DeviceStats(facts, sums)
+    rows = torch.zeros(len(counted) if norms else 1, 2, dtype=torch.int64, device=device)
+    for index, own in enumerate(counted):
+        if own is not None:
+            square_sums_into(own, largest, rows[index if norms else 0])
+    collectives.job.all_reduce_on_device(rows.view(-1), "sum", NORM_LABEL)
+    return DeviceStats(facts, rows.sum(0), rows) if norms else DeviceStats(facts, rows[0])
 
 
 def clip_factor(norm: float, max_norm: float) -> float:

@@ -73,9 +73,9 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "parallel": 3512,
     "rollout": 1160,
     "setup": 1461,
-    "telemetry": 1385,
+    "telemetry": 1472,
     "utils": 60,
-    "zero": 8986,
+    "zero": 8995,
 }
 LOOSE_LINES = 100
 MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 7
