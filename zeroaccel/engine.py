@@ -27,10 +27,12 @@ from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.rollout.receiver import Packet
 from zeroaccel.rollout.weight_stream import WeightSender
 from zeroaccel.telemetry.step_report import OffloadReport, StepReport
+from zeroaccel.telemetry.throughput import Throughput, peak_tflops, work_of
 from zeroaccel.zero.access.full_params import gathered, iter_named_full_params
 from zeroaccel.zero.compiled import backend_named, check_toolchain, is_compiled_within, refuse_compiled_engine
 from zeroaccel.zero.engine_core import EngineCore, EngineParts
 from zeroaccel.zero.from_config import EngineSettings
+from zeroaccel.zero.param_check import UntrainedWatch
 from zeroaccel.zero.param_unit import ParamUnit
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
 from zeroaccel.zero.step_trace import StepTrace, TracedParts
@@ -73,6 +75,11 @@ class EngineBase(EngineCore):
             report.offload = _offload_report(tiers, optimizer)
         if report.performance is not None:
             report.performance.watch(collectives, tiers.tiers if tiers.is_used else {}, _update_times(optimizer))
+        if optimizer is not None:
+            report.at_step = UntrainedWatch(self.units, collectives, self.grad_reducer.unreached).step
+            # The stages of a pipeline have no batch in common.
+            if report.watches_inputs and collectives.peers is collectives.job:
+                report.throughput = _throughput(self, report.peak_tflops)
         self.at_destroy(report.close)
         self.checkpointer = Checkpointer(self, saving)
         self.weight_sender = WeightSender(self, self.checkpointer.state)
@@ -86,6 +93,7 @@ class EngineBase(EngineCore):
             refuse_compiled_engine()
         self.checkpointer.require_intact("forward")
         self._report.begin("forward")
+        self._report.forward(args, kwargs)
         # `finally`: the program may catch an exception of a forward and try the next batch.
         try:
             return super().run_forward(*args, **kwargs)
@@ -687,6 +695,28 @@ def require_loss(loss: Any, where: str = "engine.backward(loss)") -> None:
             got="a loss that does not",
             fix="compute it with gradients enabled",
         )
+
+
+def _throughput(engine: EngineBase, peak: float | None) -> Throughput:
+    """Returns the counter of this engine's tokens.
+
+    Args:
+        peak: TFLOPS of the device; None: look it up.
+    """
+    collectives = engine.collectives
+    device = collectives.topology.device
+    if peak is None and device.type != "cpu":
+        peak = peak_tflops(torch.get_device_module(device).get_device_name(device))
+    weights = {
+        slot.fqn: (slot.whole_shape, buffer.trainable)
+        for unit in engine.units
+        for buffer in unit.buffers
+        for slot in buffer.layout.slots
+    }
+    experts = [module for module in engine.module.modules() if has_expert_interface(module)]
+    # Ranks that do not shard this batch with others of it divide the work of its layers.
+    work = work_of(engine.module, weights, experts, ranks=collectives.job.world_size // collectives.world_size)
+    return Throughput(work, peak, lambda values: collectives.gather_objects(values, "tokens of the ranks"))
 
 
 def _watch_routers(report: StepReport, model: nn.Module, collectives: Collectives) -> None:

@@ -69,7 +69,7 @@ ELASTIC_HINTS: Mapping[str, str] = {
     "elastic_training": _MACHINES_COME_AND_GO,
     "min_elastic_nodes": _MACHINES_COME_AND_GO,
     "max_elastic_nodes": _MACHINES_COME_AND_GO,
-    "spares": f"{_MACHINES_COME_AND_GO}, and start the command on more than MAX machines: the others wait as spares",
+    "spares": f"{_MACHINES_COME_AND_GO}, and start the command on one more machine, which waits for a loss",
 }
 """Flags of elastic DeepSpeed and of other launchers that do not exist here -> the flag to use instead."""
 

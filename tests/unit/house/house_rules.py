@@ -58,24 +58,24 @@ ENVIRONMENT_READERS = {
 
 # Folder -> its limit of code lines. A commit that raises a limit states the reason.
 MAX_CODE_LINES: Mapping[str, int] = {
-    "": 1207,
+    "": 1228,
     "accelerate": 4264,
     "checkpoint": 6072,
-    "cli": 7171,
+    "cli": 7182,
     "comm": 3877,
-    "compat": 3603,
-    "config": 4555,
-    "data": 865,
+    "compat": 3703,
+    "config": 4556,
+    "data": 889,
     "estimate": 2061,
     "offload": 985,
     "ops": 2427,
     "optim": 1305,
     "parallel": 3512,
     "rollout": 1160,
-    "setup": 1455,
-    "telemetry": 1170,
+    "setup": 1459,
+    "telemetry": 1385,
     "utils": 60,
-    "zero": 8956,
+    "zero": 8994,
 }
 LOOSE_LINES = 100
 MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 7

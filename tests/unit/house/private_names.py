@@ -40,11 +40,10 @@ PRIVATE: Mapping[str, str] = {
     "ProcessGroup.allgather_into_tensor_coalesced ProcessGroup.allreduce ProcessGroup.reduce_scatter_tensor_coalesced",
     "torch.distributed.checkpoint.filesystem": "_StorageInfo",
     "torch.distributed.distributed_c10d": "_get_default_store _world",
+    "torch.distributed.elastic.agent.server.local_elastic_agent": "LocalElasticAgent._pcontext "
+    "LocalElasticAgent._rendezvous LocalElasticAgent._start_workers",
     "torch.distributed.elastic.multiprocessing.subprocess_handler": "SubprocessHandler._popen "
     "SubprocessHandler._stderr SubprocessHandler._stdout",
-    "torch.distributed.elastic.rendezvous.dynamic_rendezvous": "DynamicRendezvousHandler._state_holder "
-    "RendezvousTimeout._last_call _Action _DistributedRendezvousOpExecutor "
-    "_DistributedRendezvousOpExecutor._add_to_redundancy_list _RendezvousJoinOp _should_keep_alive",
     "torch.distributed.pipelining": "PipelineStage.backward_maybe_with_nosync PipelineStage.backward_one_chunk "
     "PipelineStage.backward_weight_one_chunk PipelineStage.clear_runtime_states PipelineStage.forward_one_chunk "
     "PipelineStage.forward_maybe_with_nosync PipelineStage.get_bwd_recv_ops PipelineStage.get_bwd_send_ops "
@@ -53,8 +52,10 @@ PRIVATE: Mapping[str, str] = {
     # transformers and accelerate
     "transformers": "PreTrainedConfig._attn_implementation PreTrainedConfig._experts_implementation "
     "PreTrainedConfig._name_or_path",
-    "transformers.core_model_loading": "convert_and_load_state_dict_in_model set_param_for_module tqdm",
+    "transformers.core_model_loading": "WeightTransform._original_source_patterns "
+    "WeightTransform._original_target_patterns convert_and_load_state_dict_in_model set_param_for_module tqdm",
     "transformers.integrations.deepspeed": "deepspeed_config is_deepspeed_zero3_enabled",
+    "transformers.integrations.mxfp4": "FP4_VALUES _convert_moe_packed_tensors",
     "transformers.masking_utils": "ALL_MASK_ATTENTION_FUNCTIONS",
     "transformers.modeling_utils": "ALL_ATTENTION_FUNCTIONS PreTrainedModel._from_config PreTrainedModel._tp_plan "
     "PreTrainedModel._load_pretrained_model "

@@ -30,7 +30,7 @@ from zeroaccel.config.launch.foreign_names import (
     SAYS_NOTHING,
 )
 from zeroaccel.config.launch.launch_settings import LaunchFile
-from zeroaccel.config.launch.setting_table import MACHINES, MESH_SECTION, SETTINGS, ZERO_SECTION
+from zeroaccel.config.launch.setting_table import DYNAMO_SECTION, MACHINES, MESH_SECTION, SETTINGS, ZERO_SECTION
 from zeroaccel.config.section import as_text, out_of_quotes
 from zeroaccel.errors import ConfigError
 
@@ -246,6 +246,17 @@ def _of_older_files(foreign: ForeignKeys) -> None:
         foreign.notes.append((("fp16",), f"{str(switch).lower()} -> mixed_precision {foreign.tree['mixed_precision']}"))
     elif switch is not None:
         foreign.tree["fp16"] = switch
+    if "dynamo_backend" in foreign.tree:
+        section = foreign.tree.get(DYNAMO_SECTION, {})
+        backend = foreign.tree.pop("dynamo_backend")
+        if not isinstance(section, dict):
+            foreign.problems.append(Problem((DYNAMO_SECTION,), expected="an object", got=section))
+        elif "dynamo_backend" in section:
+            text = f"the same setting as {DYNAMO_SECTION}.dynamo_backend"
+            foreign.problems.append(Problem(("dynamo_backend",), text=text, fix="keep one of the two"))
+        else:
+            foreign.tree[DYNAMO_SECTION] = {**section, "dynamo_backend": backend}
+            foreign.moved[(DYNAMO_SECTION, "dynamo_backend")] = ("dynamo_backend",)
 
 
 def _translate_tp(foreign: ForeignKeys) -> str:

@@ -485,6 +485,11 @@ class Init:
             self._shards.reshard_all()
             self._shards.watch_uses()
 
+    @property
+    def shards(self) -> ModuleShards | None:
+        """The sharded parameters; None if disabled."""
+        return self._shards
+
     def note(self, module: nn.Module) -> None:
         """Records that `module` registers a parameter. (all ranks)"""
         # The first parameter of another module: constructors nest, so all earlier modules have their own parameters.
