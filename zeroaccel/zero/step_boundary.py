@@ -19,7 +19,7 @@ from zeroaccel.comm.agree import disagreement_report
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.stop_notice import stop_notice
 from zeroaccel.errors import CollectiveError, listed
-from zeroaccel.logs import logger
+from zeroaccel.logs import log_once, logger
 from zeroaccel.ops.device_kernels import kernels_for
 from zeroaccel.optim.rank_facts import HyperparameterCheck
 from zeroaccel.telemetry.timeline import named_range
@@ -36,6 +36,13 @@ from zeroaccel.zero.grad_norm import (
 )
 from zeroaccel.zero.grad_reducer import GradReducer
 from zeroaccel.zero.weight_update import WeightUpdate
+
+_DIFFERING_ORDER = (
+    "the ranks launch gathers and reductions in different orders, as far as their computation differs: the results are"
+    " equal, but a rank that waits for its whole device in the middle of a step can deadlock with another; torch waits"
+    " so when it retries an allocation. Leave more device memory free (a smaller stage3_max_live_parameters or batch),"
+    " and call no torch.cuda.synchronize() or empty_cache() between forward and step()"
+)
 
 
 @dataclass(frozen=True)
@@ -180,6 +187,8 @@ class StepBoundary:
         if not stats.same_settings:
             self._drop()
             self._hyperparameters.refuse(step)
+        if not stats.same_order and self._reducer.device.type != "cpu":
+            log_once(logging.WARNING, _DIFFERING_ORDER)
         return stats
 
     def _disagreement(self) -> str:
@@ -294,4 +303,5 @@ class StepBoundary:
         # For an update during backward, the ranks compared settings before it; `replace_weights` checks them again.
         settings = 0 if self._weights.is_early else self._hyperparameters.digest()
         stop = self.sends_stop and stop_notice.received
-        return RankDigests(self._collectives.flight_recorder.digest(), settings, stop)
+        recorder = self._collectives.flight_recorder
+        return RankDigests(recorder.digest(), settings, stop, recorder.order_digest())
