@@ -139,7 +139,7 @@ def test_a_convolution_that_pads_by_itself_gets_the_tokens_of_the_rank_before(ra
 @pytest.mark.parametrize(
     ("kind", "module"),
     [
-        ("convolution", "model.layers.1.self_attn.layer (CausalConvolution)"),
+        ("convolution", "model.layers.1.self_attn.layer.conv (Conv1d)"),
         ("token shift", "model.layers.1.self_attn.layer (TokenShift)"),
         ("classifier", "the model's output"),
     ],
