@@ -41,7 +41,6 @@ _IN_SDIST = (
     "zeroaccel/__init__.py",
 )
 _IN_WHEEL = (
-    "zeroaccel/cli/launch/launch_help.json",
     "zeroaccel/cli/main.py",
     "zeroaccel/ops/device_kernels.cu",
     "zeroaccel/py.typed",

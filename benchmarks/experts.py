@@ -1,6 +1,6 @@
 """Compares expert parallelism, stage 3 and FSDP2 on a mixture whose parameters are mostly experts.
 
-    python benchmarks/experts.py --markdown benchmarks/results/experts-DATE.md
+    python benchmarks/experts.py --markdown benchmarks/results/experts.md
 
 Each round starts one job of every contender in turn: a Mixtral with 16 experts per layer in fp32, AdamW, 4 gloo ranks,
 one sample per rank. The reference, "whole layers", is stage 3 with one gather per layer. With `--regather`, zeroaccel

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import json
 import platform
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -25,24 +23,6 @@ from zeroaccel.errors import ZeroAccelError
 from zeroaccel.logs import without_notes
 
 from .grouped_help import CONTEXT, GroupedOptions
-
-
-class StoredHelp(GroupedOptions):
-    """The help of a command from a file, in a tenth of the time that building its flags from the settings takes.
-
-    Args:
-        path: path of the output of `LaunchCommand.stored_help`; a test compares the two.
-    """
-
-    def __init__(self, name: str, path: Path) -> None:
-        self._parts = json.loads(path.read_text(encoding="utf-8"))
-        super().__init__(name, help=self._parts["help"], context_settings=CONTEXT)
-
-    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
-        return list(self._parts["usage"])
-
-    def sections(self, ctx: click.Context) -> dict[str, list[tuple[str, str]]]:
-        return {heading: [(flag, about) for flag, about in rows] for heading, rows in self._parts["sections"].items()}
 
 
 class LazyCommands(GroupedOptions, click.Group):
@@ -83,8 +63,6 @@ class LazyCommands(GroupedOptions, click.Group):
                 ctx.fail(f"No such command '{name}'; {self._other_names[name]}.")
             meant = difflib.get_close_matches(name, self._table, n=1)
             ctx.fail(f"No such command '{name}'." + (f" Did you mean {meant[0]}?" if meant else ""))
-        if name == "launch" and args[1:] in (["--help"], ["-h"]):
-            return name, StoredHelp("launch", Path(__file__).parent / "launch" / "launch_help.json"), args[1:]
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -19,6 +19,7 @@ from zeroaccel.config.diagnostics import names_meant
 from zeroaccel.config.launch.launch_sources import from_environment
 from zeroaccel.config.normalize import UnknownKeys
 from zeroaccel.config.parallel import ParallelConfig, PipelineConfig
+from zeroaccel.engine import EngineBase
 from zeroaccel.optim.optimizer_kinds import OptimizerKind
 from zeroaccel.parallel.axes import AXES
 from zeroaccel.setup.build import build
@@ -26,7 +27,6 @@ from zeroaccel.setup.job import ConfigSource, JobSpec, OptimizerSource
 from zeroaccel.setup.orders import follow_orders
 from zeroaccel.setup.plan import TrainPlan
 from zeroaccel.setup.ranks import join_ranks
-from zeroaccel.zero.engine_base import EngineBase
 from zeroaccel.zero.from_config import LoopRules
 from zeroaccel.zero.model_check import check_model
 

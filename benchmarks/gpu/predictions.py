@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-BYTES_PER_MS = 4.0e9  # bytes of device memory read and written: the rate of the model
 
 
 def predict(size: str) -> dict[str, float]:
@@ -66,7 +65,7 @@ def _kernels() -> dict[str, float]:
 
     def note(name: str) -> None:
         nbytes = sum(model.kernel_nbytes.values()) / numel
-        found[f"kernels/{name}"] = nbytes * 1e9 / BYTES_PER_MS
+        found[f"kernels/{name}"] = nbytes * 1e9 / model.rates.device * 1e3
         model.reset_counts()
 
     def zeros(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -75,7 +75,7 @@ def question_flags(command: Callable[..., None]) -> Callable[..., None]:
 
     wrapped: Callable[..., None] = with_typed
     options = [
-        *(click.option(one.flag, one.key, metavar=_metavar(one), help=one.words) for one in QUESTIONS),
+        *(click.option(one.flag, one.key, metavar=_metavar(one), help=one.ask.words) for one in QUESTIONS),
         click.option("--answers", metavar="FILE", help="YAML file of answers; its keys are names of flags."),
         click.option("--set", "sets", metavar="KEY=VALUE", multiple=True, help="Set any key of the file, as in a.b=c."),
         click.option("--config_file", metavar="PATH", help="The file to write. [default: zeroaccel.yaml]"),
@@ -94,15 +94,13 @@ def _gathered(
     typed: Mapping[str, str | None], answers_file: str | None, sets: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, str], dict[tuple[str, ...], Any]]:
     """Returns all answers, sources and extras; flags override `--set`, which overrides `--answers`."""
-    from zeroaccel.config.launch.launch_settings import file_path
-
     texts: dict[str, tuple[str, str]] = {}
     extras: dict[tuple[str, ...], Any] = {}
     for key, text, source in _in_file(answers_file):
         texts[key] = text, source
     for word in sets:
         path, text = _path_and_text(word)
-        question = next((one for one in QUESTIONS if path in ((one.key,), one.is_setting and file_path(one.key))), None)
+        question = next((one for one in QUESTIONS if path in ((one.key,), one.is_setting and one.row.key)), None)
         if question is None:
             extras[path] = _extra(path, text, word)
         else:

@@ -22,15 +22,15 @@ from zeroaccel.checkpoint.atomic_write import write_durably
 from zeroaccel.config.diagnostics import put
 from zeroaccel.config.launch.launch_file import LaunchConfig, blanks, parse_launch_file
 from zeroaccel.config.launch.launch_json import check_json
-from zeroaccel.config.launch.launch_settings import file_path
 from zeroaccel.config.launch.launch_sources import ExplicitSettings
+from zeroaccel.config.launch.setting_table import MESH_SIZES, SETTINGS
 from zeroaccel.config.section import as_text
 from zeroaccel.config.yaml_text import parse_yaml
 from zeroaccel.errors import ConfigError
 
 from .answers import BACK, Answers, Quit, Walk, complete
 from .memory_plan import Model, PlanTable, best_plan, memory_summary
-from .questions import AUTO, MESH_SIZES, PLANNED, QUESTIONS, by_key
+from .questions import AUTO, PLANNED, QUESTIONS, by_key
 
 if TYPE_CHECKING:
     from ..machine import Machine
@@ -88,7 +88,7 @@ def render(answers: Mapping[str, Any], extras: Mapping[tuple[str, ...], Any] | N
     for question in QUESTIONS:
         value = answers.get(question.key, AUTO)
         if question.is_setting and value != AUTO and not (question.key in MESH_SIZES and value == 1):
-            put(tree, file_path(question.key), answers[question.key])
+            put(tree, question.row.key, answers[question.key])
     for path, value in (extras or {}).items():
         if not put(tree, path, value):
             raise ConfigError(
@@ -127,7 +127,7 @@ def checked(text: str, name: str) -> ExplicitSettings:
     if not lacking:
         return settings
     note = f"{name}: complete it with {' and '.join(f'--{key}' for key in lacking)} of `zeroaccel launch`"
-    return settings.without([], note)
+    return settings.under(ExplicitSettings(notes=(note,)))
 
 
 def answers_of(file: LaunchConfig) -> tuple[dict[str, Any], dict[tuple[str, ...], Any]]:
@@ -145,7 +145,7 @@ def answers_of(file: LaunchConfig) -> tuple[dict[str, Any], dict[tuple[str, ...]
         if question.is_setting and question.key in values:
             value = values.pop(question.key)
             answers[question.key] = ",".join(value) if isinstance(value, tuple) else value
-    return answers, {file_path(key): value for key, value in values.items()}
+    return answers, {SETTINGS[key].key: value for key, value in values.items()}
 
 
 def command_line(answers: Mapping[str, Any], extras: Mapping[tuple[str, ...], Any], path: Path) -> str:

@@ -27,13 +27,12 @@ from zeroaccel.config.diagnostics import (
     dotted,
     duplicate_key_problems,
     hint,
-    put,
     report,
 )
 from zeroaccel.config.document import read_document
-from zeroaccel.config.launch.launch_file import MOVED, text_of_file
+from zeroaccel.config.launch.launch_file import text_of_file
 from zeroaccel.config.launch.launch_foreign import settle_foreign_keys
-from zeroaccel.config.launch.launch_settings import LaunchFile, LaunchSettings, launch_settings, typed_settings
+from zeroaccel.config.launch.launch_settings import LaunchFile, launch_settings, typed_settings
 from zeroaccel.config.launch.launch_sources import known_variables, unknown_variable
 from zeroaccel.config.load_config_file import load_config
 from zeroaccel.config.normalize import NormalizedConfig, UnknownKeys
@@ -43,10 +42,9 @@ from zeroaccel.config.support import KEYS, Kind, refusals
 from zeroaccel.config.yaml_text import parse_yaml
 from zeroaccel.errors import ConfigError, ZeroAccelError
 
-from ..launch.foreign_flags import ForeignFlags
 from ..launch.hostfile import read_hostfile
 from ..launch.launch_command import launch
-from ..launch.launch_flags import flag, settings_from_flags
+from ..launch.typed_settings import TypedSettings
 from .config_file import checked, log, write_file
 
 _NO_COUNTERPART = ("megatron_lm_config", "fp8_config", "mpirun_config")
@@ -153,13 +151,6 @@ def convert_launch(text: str, name: str) -> tuple[dict[str, Any], list[str]]:
     for key in _NO_COUNTERPART:
         if tree.pop(key, None):
             notes.append(f"left out {key}: it has no counterpart")
-    for old, new in MOVED.items():
-        if old in tree:
-            section, _, below = new.partition(".")
-            value = tree.pop(old)
-            if not put(tree, (section, below), value):
-                problem = Problem((section,), expected="an object", got=tree[section])
-                raise report([problem], origin, parsed.places)
     if tree.get("rdzv_backend") == "static" and tree.get("num_machines", 1) == 1:
         del tree["rdzv_backend"]  # accelerate's default, which it writes into every file
     names = LaunchFile.model_fields
@@ -331,13 +322,11 @@ def _check_words(where: str, words: list[str]) -> None:
             typed = dict(context.params)
     except click.UsageError as error:
         raise ConfigError(f"{where}: {error.format_message()}") from None
-    names = (*LaunchSettings.model_fields, "use_deepspeed", "multi_gpu")
     is_whole = not any("$" in str(value) for name, value in typed.items() if not name.startswith("script"))
-    typed = {name: None if "$" in str(value) else value for name, value in typed.items()}
     try:
-        others = ForeignFlags.take_from(typed)
-        written = {name: typed[name] for name in names}
-        check = launch_settings if is_whole else typed_settings
-        check(others.above(settings_from_flags(written)).effective().values, flag)
+        settings = TypedSettings.of(
+            {name: None if "$" in str(value) else value for name, value in typed.items()}
+        ).settings
+        (launch_settings if is_whole else typed_settings)(settings.effective().values, settings.where)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None

@@ -14,24 +14,18 @@ import click
 from pydantic.fields import FieldInfo
 
 from zeroaccel.config.diagnostics import at, hint
+from zeroaccel.config.launch import resolution
 from zeroaccel.config.launch.launch_file import find_launch_file, read_launch_file
-from zeroaccel.config.launch.launch_json import check_json
-from zeroaccel.config.launch.launch_settings import LaunchFile, LaunchSettings, file_path
-from zeroaccel.config.launch.launch_sources import (
-    FORMS,
-    ExplicitSettings,
-    check_variables,
-    gather,
-    kind_of,
-    other_names,
-    variables_of,
-)
+from zeroaccel.config.launch.launch_settings import LaunchFile
+from zeroaccel.config.launch.launch_sources import ExplicitSettings, check_variables, form_of
+from zeroaccel.config.launch.setting import Setting
+from zeroaccel.config.launch.setting_table import GROUP_ORDER, SETTINGS
 from zeroaccel.config.schema import Config
 from zeroaccel.config.section import ConfigSection, as_text, keys_of, nested_section, spellings
 from zeroaccel.config.support import KEYS, Kind
 from zeroaccel.errors import ConfigError
 
-from ..launch.launch_flags import GROUPS, choices_of, flag
+from .answers import either
 
 
 @click.command()
@@ -57,11 +51,9 @@ def show(environ: Mapping[str, str], config_file: str | None, resolve: bool, as_
         click.echo(json.dumps(dict(file.values), indent=2) if as_json else source[0].read_text().rstrip("\n"))
         return
     check_variables(environ)
-    explicit = gather(ExplicitSettings(), environ, file).effective()
+    explicit, config = resolution.resolve(environ=environ, file=lambda _: file)
     settings = explicit.settings()
-    config = check_json(explicit)
-    names = [name for group in GROUPS.values() for name in group]
-    rows = [(name, getattr(settings, name), explicit.sources.get(name, "default")) for name in names]
+    rows = [(name, getattr(settings, name), explicit.sources.get(name, "default")) for name in SETTINGS]
     if config is not None:
         path = explicit.values["deepspeed_config_file"]
         rows += [(f"{path}: {key}", _value(config, key), source) for key, source in config.sources.items()]
@@ -85,7 +77,7 @@ def explain(key: str) -> None:
     texts = [*_about_settings(key), *_about_json(key)]
     if not texts:
         in_json = (".".join(names) for path, field in keys_of(Config) for names in (path, _usual(path, field)))
-        names = [*LaunchSettings.model_fields, *in_json]
+        names = [*SETTINGS, *in_json]
         names += [name.rpartition(".")[2] for name in names]
         raise ConfigError(f"{key}: no such key", fix=hint(key, names))
     click.echo("\n\n".join("\n".join(lines) for lines in texts))
@@ -107,34 +99,28 @@ def schema(kind: str) -> None:
 
 def _about_settings(key: str) -> Iterator[list[str]]:
     name = key.lstrip("-").replace("-", "_").rpartition(".")[2]
-    for setting, field in LaunchSettings.model_fields.items():
-        if name not in (setting, flag(setting).lstrip("-"), *other_names(setting)):
+    for row in SETTINGS.values():
+        if name not in (row.name, row.flag_name.lstrip("-"), *row.spelled, *row.same, *row.means):
             continue
-        about, default = _described(field)
         yield [
-            f"{setting}: {about}",
-            f"  flag         {flag(setting)}",
-            f"  environment  {', '.join(variables_of(setting))}",
-            f"  launch file  {'.'.join(file_path(setting))}",
-            f"  form         {_form(setting)}",
-            f"  default      {default}",
+            f"{row.name}: {row.about.partition(' [default: ')[0]}",
+            f"  flag         {', '.join((row.flag_name, *(f'--{other}' for other in (*row.spelled, *row.same))))}",
+            f"  environment  {', '.join(row.read_variables)}",
+            f"  launch file  {'.'.join(row.key)}",
+            *([f"  JSON config  {row.json_path}"] if row.json_path else []),
+            f"  form         {_form(row)}",
+            f"  default      {_default(row)}",
+            f"  read by      {row.read_by}",
         ]
 
 
-def _described(field: Any) -> tuple[str, str]:
-    """Returns the description of a setting and its default; words in the help override the value of the default."""
-    about, bracket, default = (field.description or "").partition(" [default: ")
-    value = field.get_default(call_default_factory=True)
-    return about, default.rstrip("]") if bracket else "none" if value is None else _shown(value)
+def _default(row: Setting) -> str:
+    """Returns the default of a setting; words in the help override the value."""
+    return row.default_words or ("none" if row.default is None else _shown(row.default))
 
 
-def _form(setting: str) -> str:
-    choices = choices_of(setting)
-    return (
-        " or ".join(filter(None, [", ".join(choices[:-1]), choices[-1]]))
-        if choices
-        else FORMS[kind_of(setting)].expected
-    )
+def _form(row: Setting) -> str:
+    return either(list(map(str, row.choices))) if row.choices else form_of(row).expected
 
 
 def _about_json(key: str) -> Iterator[list[str]]:
@@ -182,7 +168,9 @@ def _shown(value: Any) -> str:
 def _by_group(rows: Sequence[tuple[str, str, str]]) -> dict[str, list[tuple[str, str, str]]]:
     """Groups the rows under the headings of `zeroaccel launch --help`; those of the JSON config come last."""
     by_name = {row[0]: row for row in rows}
-    groups = {title: [by_name.pop(name) for name in names] for title, names in GROUPS.items()}
+    groups = {
+        title: [by_name.pop(name) for name, row in SETTINGS.items() if row.group == title] for title in GROUP_ORDER
+    }
     return {**groups, "JSON config": list(by_name.values())}
 
 
@@ -201,7 +189,7 @@ def _table(groups: Mapping[str, Sequence[tuple[str, str, str]]]) -> None:
         if rows:
             table.add_row(f"\n{title}", style="bold")
         for name, value, source in rows:
-            if source == "default" and name in LaunchSettings.model_fields:
-                value = _described(LaunchSettings.model_fields[name])[1]  # in words, if it is no fixed value
+            if source == "default" and name in SETTINGS:
+                value = _default(SETTINGS[name])  # in words, if it is no fixed value
             table.add_row(f"  {name}", value, source, style="dim" if source == "default" else "")
     console.print(table)

@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from zeroaccel.config.launch.setting_table import MESH_SIZES
 from zeroaccel.errors import ConfigError, UsageError
 
 from ..machine import Machine, gib
 from ..progress import estimating, import_estimates, progress
 from .answers import BACK, PlanAnswers
-from .questions import MESH_SIZES, PLANNED, WizardState, by_key
+from .questions import PLANNED, WizardState, by_key
 
 if TYPE_CHECKING:
     from zeroaccel.config.launch.launch_json import JsonFacts

@@ -22,8 +22,8 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, fields
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -32,11 +32,19 @@ from typing import Any
 
 import psutil
 from torch.distributed import DistError
-from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerGroup
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, PContext, SignalException, Std
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
-from torch.distributed.launcher.api import LaunchConfig, launch_agent
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousParameters,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 import zeroaccel
 from zeroaccel.comm.environment import timeout_seconds
@@ -49,7 +57,6 @@ from .failures import AFTER_FAILURE_SECONDS, RankEnd, Report, preemption, read_r
 from .forked_ranks import ranks_are_forks
 from .launch_memory import launch_memory
 from .launch_plan import LaunchPlan
-from .machines_come_and_go import SpareMachine, machines_come_and_go, replaced
 from .orphans import LAUNCH_ID, ProcessWatch, end_orphans, ended_with_the_launcher, wake_stopped
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # the last is SLURM's warning
@@ -201,7 +208,8 @@ def prefixed_streams(
         {1: 1, 2: 1}
     """
     if settings.tee or settings.redirects or settings.log_line_prefix == "none":
-        return settings.tee
+        tee: int | dict[int, int] = settings.tee
+        return tee
     if settings.log_line_prefix == "all":
         return int(Std.ALL)
     streams = Std.OUT * stdout_is_terminal | Std.ERR * stderr_is_terminal
@@ -213,9 +221,6 @@ class RankFiles(DefaultLogsSpecs):
     """The files of each rank, for its output and its error report; torch's agent asks for them at each start.
 
     Adds `additions` to the environment of each rank, logs why the ranks restart, and reads their reports.
-
-    Attributes:
-        ended: when the ranks of the last attempt ended; None before.
     """
 
     def __init__(
@@ -234,7 +239,6 @@ class RankFiles(DefaultLogsSpecs):
         self._log = log
         self._reports: tuple[Path, ...] = ()
         self._ranks: tuple[int, ...] = ()
-        self.ended: float | None = None
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         if self._reports:
@@ -277,7 +281,6 @@ class RankFiles(DefaultLogsSpecs):
 
     def lost_by(self, killed: Sequence[int]) -> Sequence[int]:
         """Returns the local ranks that ended an attempt now: those killed, or the first to report a failure."""
-        self.ended = time.monotonic()
         if killed:
             return killed
         return [*self._written()][:1]
@@ -368,26 +371,23 @@ def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: floa
     watch = ProcessWatch(timeout_seconds(settings.timeout), plan.port, settings.monitor_interval, log)
     guard = ended_with_the_launcher(launch_id, settings.shutdown_timeout)
     forks = ranks_are_forks(plan, {LAUNCH_ID: launch_id}, log)
-    in_time = processes_end_in_time(settings, stop_signals, log, lambda lost: places.note_loss(files.lost_by(lost)))
-    spare = SpareMachine(settings.num_machines, log)
-    changing = machines_come_and_go(settings, lambda: files.ended, spare)
-    ranks = as_many_ranks_as(places, plan)
-    with guard, stop_signals, memory_folder as memory, _agent_log(settings), in_time, changing, ranks, watch, forks:
+    with guard, stop_signals, memory_folder as memory, _agent_log(settings), watch, forks:
         try:
             # The object keeps its store open until the ranks have theirs: a slower machine may still read from it.
             preflight = meet_machines(plan, log, arrival_seconds)
-            # The agent replaces ${local_rank} and turns $$ into $; the arguments must reach the program unchanged.
-            command = [word.replace("$", "$$") for word in plan.command[1:]]
-            launch_agent(_launch_config(plan, files), plan.command[0], command)
+            agent = RankAgent(_worker_spec(plan), files, places, stop_signals, settings, log)
+            result = _run_agent(agent)
             del preflight
+            if result is None:
+                log("the job has ended, and this machine was not needed")
+            elif result.is_failed():
+                return JobEnd(tuple(files.end_of(rank, failure) for rank, failure in sorted(result.failures.items())))
             succeeded = True
             return JobEnd()
-        except ChildFailedError as error:
-            return JobEnd(tuple(files.end_of(rank, failure) for rank, failure in sorted(error.failures.items())))
         except SignalException as error:
             return _end_by_signal(error, files.ends(), len(places.used))
         except (RendezvousError, DistError) as error:
-            if (ends := files.ends()) or spare.job_ended():
+            if ends := files.ends():
                 return JobEnd(ends)  # the agent has lost the store, but the ranks have reported their ends
             raise CollectiveError(_did_not_meet(plan, error)) from error
         finally:
@@ -398,59 +398,64 @@ def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: floa
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def processes_end_in_time(
-    settings: LaunchSettings,
-    stop_signals: StopSignals,
-    log: Callable[[str], None],
-    about_to_end: Callable[[Sequence[int]], object],
-) -> AbstractContextManager[None]:
-    """Makes the elastic agent wait from SIGTERM to SIGKILL as long as `settings` allow, less after a failure.
+class RankAgent(LocalElasticAgent):
+    """torch's elastic agent, with this launcher's time limits and with a rank at each place in use.
 
-    The agent has no setting for the latter, and for the former not in every supported release. Processes that are
-    stopped (SIGSTOP) are woken first: the agent's SIGTERM would not reach them before its SIGKILL.
-
-    Args:
-        about_to_end: called with the local ranks that a signal has ended, when the agent begins to end the others.
+    It changes no class of torch. Its processes have `settings.shutdown_timeout` from a signal to SIGKILL, and less
+    after a failure; torch has no setting for the latter, and for the former not in every supported release.
     """
-    close, ending = PContext.close, set[int]()
 
-    def close_in_time(context: PContext, death_sig: signal.Signals | None = None, timeout: float = 30) -> None:
-        timeout = settings.shutdown_timeout
-        if context.pids() and not ending.issuperset(context.pids().values()):  # the agent calls this twice
-            ending.update(context.pids().values())
-            about_to_end(killed_ranks(getattr(context, "subprocess_handlers", {})))
-        if not stop_signals.stopping:
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        files: RankFiles,
+        places: Places,
+        stop_signals: StopSignals,
+        settings: LaunchSettings,
+        log: Callable[[str], None],
+    ) -> None:
+        super().__init__(spec, files, log_line_prefix_template=f"[{settings.role} ${{rank}}] ")
+        self._files = files
+        self._places = places
+        self._stop_signals = stop_signals
+        self._shutdown_seconds = settings.shutdown_timeout
+        self._log = log
+        self._ending: set[int] = set()  # processes whose end has been noted
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> Any:
+        worker_group.spec.local_world_size = len(self._places.used)
+        return super()._rendezvous(worker_group)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        found: dict[int, Any] = super()._start_workers(worker_group)
+        context = self._pcontext
+        assert context is not None, "torch's agent has started no processes"
+        # The processes' own watch calls this upon a failure, with torch's time limit.
+        context.close = partial(self.close_in_time, context, context.close)  # type: ignore[method-assign]
+        return found
+
+    def close_in_time(
+        self, context: PContext, close: Callable[..., None], death_sig: signal.Signals | None = None, *_: Any, **__: Any
+    ) -> None:
+        """Ends the processes in place of the context's own `close`, which is called with our time limit.
+
+        Processes that are stopped (SIGSTOP) are woken first: SIGTERM would not reach them before SIGKILL.
+        """
+        pids = set(context.pids().values())
+        if pids and not self._ending.issuperset(pids):  # the agent calls this twice
+            self._ending.update(pids)
+            self._places.note_loss(self._files.lost_by(killed_ranks(getattr(context, "subprocess_handlers", {}))))
+        stopping, timeout = self._stop_signals.stopping, self._shutdown_seconds
+        if not stopping:
             timeout = min(timeout, AFTER_FAILURE_SECONDS)
         start = time.monotonic()
         number = death_sig or signal.SIGTERM
-        own = set(context.pids().values())  # other processes may have some of these numbers by now
-        wake_stopped([child for child in psutil.Process().children() if child.pid in own], number)
-        close(context, number, timeout)  # type: ignore[arg-type]
-        if stop_signals.stopping and time.monotonic() - start > timeout:
-            log(f"not all processes ended within {timeout:g} s and were killed; --shutdown_timeout sets this limit")
-
-    return replaced(PContext, "close", close_in_time)
-
-
-def as_many_ranks_as(places: Places, plan: LaunchPlan) -> AbstractContextManager[None]:
-    """Makes torch's agent start a rank at each place in use, independent of the previous attempt.
-
-    With a range of machines, compares each machine with the first before it joins.
-    """
-    meet = SimpleElasticAgent._rendezvous
-
-    def meet_with(agent: SimpleElasticAgent, worker_group: WorkerGroup) -> Any:
-        worker_group.spec.local_world_size = len(places.used)
-        if plan.settings.min_machines is not None:
-            handler: Any = worker_group.spec.rdzv_handler
-            try:
-                compare_with_first(handler._store, node_info(plan))
-            except ConfigError:
-                handler.shutdown = lambda: True  # else it would end the other machines' job
-                raise
-        return meet(agent, worker_group)
-
-    return replaced(SimpleElasticAgent, "_rendezvous", meet_with)
+        wake_stopped([child for child in psutil.Process().children() if child.pid in pids], number)
+        close(number, timeout)
+        if stopping and time.monotonic() - start > timeout:
+            self._log(
+                f"not all processes ended within {timeout:g} s and were killed; --shutdown_timeout sets this limit"
+            )
 
 
 def killed_ranks(handlers: Mapping[int, Any]) -> list[int]:
@@ -468,7 +473,12 @@ def _renew_stores(settings: LaunchSettings) -> None:
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
 
 
-def _launch_config(plan: LaunchPlan, files: RankFiles) -> LaunchConfig:
+def _worker_spec(plan: LaunchPlan) -> WorkerSpec:
+    """Returns the order for the agent. With a range of machines, compares this machine with the first one before.
+
+    Raises:
+        ConfigError: they differ; the other machines' job continues.
+    """
     settings = plan.settings
     conf: dict[str, Any] = dict(settings.rdzv_conf)
     if settings.min_machines is not None:
@@ -477,25 +487,50 @@ def _launch_config(plan: LaunchPlan, files: RankFiles) -> LaunchConfig:
         conf["rank"] = settings.machine
     elif settings.machine_rank is not None or settings.num_machines == 1:
         conf["is_host"] = settings.is_main_machine  # otherwise torch compares addresses
-    parameters = {field.name for field in fields(LaunchConfig)}
-    # Not every supported release has it. Without it the agent handles all signals itself.
-    newer: dict[str, Any] = {"signals_to_handle": "SIGQUIT"}
-    return LaunchConfig(
-        min_nodes=settings.min_machines or settings.num_machines,
-        max_nodes=settings.num_machines,
-        nproc_per_node=plan.num_local,
-        logs_specs=files,
-        run_id="zeroaccel",
+    parameters = RendezvousParameters(
+        settings.rendezvous,
+        f"{plan.host}:{plan.port}",
+        "zeroaccel",
+        settings.min_machines or settings.num_machines,
+        settings.num_machines,
+        local_addr=plan.address,
+        **conf,
+    )
+    if settings.min_machines is not None:
+        backend, store = create_backend(parameters)
+        compare_with_first(store, node_info(plan))
+        handler: RendezvousHandler = create_handler(store, backend, parameters)
+    else:
+        handler = get_rendezvous_handler(parameters)
+    static = settings.rendezvous == "static"
+    return WorkerSpec(
         role=settings.role,
-        rdzv_endpoint=f"{plan.host}:{plan.port}",
-        rdzv_backend=settings.rendezvous,
-        rdzv_configs=conf,
+        local_world_size=plan.num_local,
+        rdzv_handler=handler,
+        entrypoint=plan.command[0],
+        # The agent replaces ${local_rank} and turns $$ into $; the arguments must reach the program unchanged.
+        args=tuple(word.replace("$", "$$") for word in plan.command[1:]),
         max_restarts=settings.max_restarts,
         monitor_interval=settings.monitor_interval,
-        log_line_prefix_template=f"[{settings.role} ${{rank}}] ",
+        master_addr=plan.host if static else None,
+        master_port=plan.port if static else None,
         local_addr=plan.address,
-        **{name: value for name, value in newer.items() if name in parameters},
     )
+
+
+def _run_agent(agent: RankAgent) -> RunResult | None:
+    """Runs the agent to its end; None if the job ended while this machine waited for a place in it."""
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # `StopSignals` has the others; read by newer releases
+    handler = agent.get_worker_group().spec.rdzv_handler
+    try:
+        result: RunResult | None = agent.run()
+    except SignalException:
+        raise  # without a shutdown, which would end the job of the other machines
+    except BaseException:
+        handler.shutdown()
+        raise
+    handler.shutdown()
+    return result
 
 
 def _std(streams: Streams) -> Std | dict[int, Std]:

@@ -23,7 +23,6 @@ from typing import IO, Any
 from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
 from .launch_plan import LaunchPlan
-from .machines_come_and_go import replaced
 
 _PR_SET_CHILD_SUBREAPER = 36
 _END_SECONDS = 5.0
@@ -148,8 +147,9 @@ def ranks_are_forks(plan: LaunchPlan, environment: Mapping[str, str], log: Calla
     def start(handler: Any, args: tuple[str, ...], env: dict[str, str]) -> Any:
         return server.start(env, handler._stdout, handler._stderr) or popen(handler, args, env)
 
+    SubprocessHandler._popen = start  # type: ignore[assignment,method-assign]
     try:
-        with replaced(SubprocessHandler, "_popen", start):
-            yield
+        yield
     finally:
+        SubprocessHandler._popen = popen  # type: ignore[method-assign]
         server.close()

@@ -1,39 +1,91 @@
-"""`zeroaccel launch`: from flags, environment and launch file to a `LaunchPlan`, and to its exit code.
+"""The command `zeroaccel launch`: its flags, one for each row of `setting_table`, and its help.
 
-The command merges its sources into `LaunchSettings` and derives a `LaunchPlan`; a dry run prints the plan, otherwise
-`agent` runs it and `failures` explains errors. No other module of the launcher reads its environment.
+Help appears at once, because this module imports no schema: `launch_job` runs a launch, and `typed_settings` reads the
+flags.
 """
 
 from __future__ import annotations
 
-import os
-import re
-import signal
-import socket
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
-from zeroaccel.compat.finder import inherited_environment, real_location
-from zeroaccel.config.launch.launch_file import find_launch_file, read_launch_file
-from zeroaccel.config.launch.launch_foreign import translate_fsdp
-from zeroaccel.config.launch.launch_json import check_json
-from zeroaccel.config.launch.launch_settings import LaunchSettings, launch_settings, wrong_settings
-from zeroaccel.config.launch.launch_sources import ExplicitSettings, check_variables, gather, launched_environment
-from zeroaccel.config.schema import Config
-from zeroaccel.errors import ConfigError, Preempted
-from zeroaccel.offload.offload_folder import examine_folder
+from zeroaccel.config.launch.setting import Setting
+from zeroaccel.config.launch.setting_table import SETTINGS
 
-from ..grouped_help import CONTEXT
-from ..machine import gib, local_disks
-from .cluster_env import cluster_environment
-from .failures import exit_code, explain_failure, first_failure, preemption
-from .foreign_flags import ForeignFlags, foreign_flag_options, resolve_devices
-from .launch_flags import HEADINGS, LaunchCommand, setting_flags, settings_from_flags
-from .launch_plan import LaunchPlan, Program, ProgramKind, local_rank_option, plan_launch
-from .ssh import MultiNodeJob, describe_node_jobs, is_only_this_machine, plan_node_jobs, ssh_words
+from ..grouped_help import CONTEXT, GroupedOptions
+from .foreign_flags import ELASTIC_HINTS, foreign_flag_options
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+_FP8 = "8-bit training is not available; use --mixed_precision bf16"
+_REFUSED_BEGINNINGS: Mapping[str, str] = {
+    "fp8_": _FP8,
+    "megatron_lm_": "this is a setting of Megatron-LM, which is another engine",
+    "use_megatron_lm": "Megatron-LM is another engine",
+    "tpu": "there is no support for TPUs",
+    "no_tpu": "there is no support for TPUs",
+    "mpirun_": "the launcher does not call mpirun; run `mpirun -n N zeroaccel launch ...` instead",
+    "aws_": "there is no support for SageMaker",
+    "zero_nvme_path": "use --offload_optimizer_nvme_path or --offload_param_nvme_path",
+}
+
+HEADINGS: Mapping[str, str] = {
+    **{row.group: row.name for row in reversed([*SETTINGS.values()])},
+    "Flags of the deepspeed command": "num_gpus",
+    "This command": "config_file",
+}
+"""Heading in help -> its first flag."""
+
+
+class LaunchCommand(GroupedOptions):
+    """The launch command; for options of other launchers that do not exist, it explains why."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            name = error.option_name.lstrip("-").replace("-", "_")
+            for beginning, reason in _REFUSED_BEGINNINGS.items():
+                if name.startswith(beginning):
+                    raise click.UsageError(f"{error.option_name}: {reason}", ctx) from None
+            if hint := ELASTIC_HINTS.get(name):
+                raise click.UsageError(f"No such option {error.option_name}; {hint}", ctx) from None
+            from zeroaccel.config.diagnostics import closest
+
+            meant = closest(name, [option.lstrip("-") for param in self.params for option in param.opts])
+            fix = f"; did you mean --{meant}?" if meant else ""
+            raise click.UsageError(f"No such option {error.option_name}{fix}", ctx) from None
+
+
+def setting_flags(command: _Command) -> _Command:
+    """Gives a command the flag of every setting. A flag that is absent is None, whatever the setting's default."""
+    for row in reversed([*SETTINGS.values()]):
+        command = _option(row)(command)
+    return command
+
+
+def _option(row: Setting) -> Callable[[_Command], _Command]:
+    if row.kind == "switch" and not row.takes_value:
+        bare = row.flag_name.lstrip("-")
+        return click.option(f"--{bare}/--no_{bare}", row.name, is_flag=True, default=None, help=row.about)
+    spelled = [row.flag_name, *(f"--{other}" for other in row.spelled), *filter(None, [row.short])]
+    kind = _Value(row)
+    return click.option(*spelled, row.name, default=None, type=kind, metavar=row.placeholder, help=row.about)
+
+
+class _Value(click.types.StringParamType):
+    """The value of a setting as text, which `typed_settings` reads; shells complete choices and paths."""
+
+    def __init__(self, row: Setting) -> None:
+        self._row = row
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        if self._row.kind in ("file", "folder"):
+            return [CompletionItem(incomplete, type="dir" if self._row.kind == "folder" else "file")]
+        return [CompletionItem(value) for value in map(str, self._row.choices) if value.startswith(incomplete)]
 
 
 @click.command(
@@ -79,216 +131,7 @@ def launch(
     """
     if module and no_python:
         raise click.UsageError("--module and --no_python exclude each other.", click.get_current_context())
-    # Takes the flags of other launchers first; only zeroaccel's own settings remain in `typed`.
-    others = ForeignFlags.take_from(typed)
-    flags = others.above(settings_from_flags(typed))
-    check_variables(os.environ)  # otherwise a misspelt variable would have no effect
+    from .launch_job import run_launch
 
-    # Merge the sources, then compare with the JSON config, so that a contradiction is found before any rank starts.
-    source = find_launch_file(config_file, os.environ, Path.cwd())
-    explicit = resolve_devices(_gathered(flags, others, source), others).effective()
-    config = check_json(explicit)
-    explicit = _with_folders(explicit, config)
-    settings = explicit.settings()
-    if not settings.starts_hosts:  # else the folders are on other machines, and each `node` checks its own
-        _check_folders(explicit, config)
-    kind: ProgramKind = "module" if module else "executable" if no_python else "script"
-    program = Program(
-        script,
-        script_args,
-        kind,
-        _local_rank_option(script, script_args, kind, others.pass_local_rank),
-        # Variables that ranks and `Accelerator` read, with the sources of settings, and those for `import deepspeed`.
-        launched_environment(settings, explicit.sources) | _facade(settings.engine, explicit.where("engine")),
-        _bf16_by(explicit, config),
-    )
-    for note in (*explicit.notes, *_script_notes(program)):
-        _log(f"note: {note}")
-    if source is not None:
-        _log(f"settings from {source[0]} ({source[1]})")
-    if settings.starts_hosts:
-        return _launch_hosts(explicit, program, dry_run=dry_run)
-    return _launch_here(settings, program, dry_run=dry_run)
-
-
-def _gathered(flags: ExplicitSettings, others: ForeignFlags, source: tuple[Path, str] | None) -> ExplicitSettings:
-    """Merges all settings, from flags, environment, scheduler and file."""
-    # The scheduler's facts about this machine override a file that all machines may share.
-    above = gather(flags, os.environ, cluster_environment(os.environ))
-    if source is not None:
-        over = above
-        if others.is_fsdp:
-            over = ExplicitSettings({"distributed_type": "FSDP"}).under(above)
-        file: ExplicitSettings = read_launch_file(*source, over=over, fsdp_flags=others.fsdp)
-    elif others.is_fsdp or others.fsdp:
-        file = _of_fsdp_flags(above, others)
-    else:
-        file = ExplicitSettings()
-    return gather(flags, os.environ, file.under(cluster_environment(os.environ)))
-
-
-def _of_fsdp_flags(explicit: ExplicitSettings, others: ForeignFlags) -> ExplicitSettings:
-    """Translates FSDP's flags if there is no launch file."""
-    if not others.is_fsdp:
-        names = ", ".join(f"--{name}" for name in others.fsdp)
-        return ExplicitSettings(notes=(f"{names}: no effect without --use_fsdp",))
-    machines = explicit.values.get("num_machines", 1)
-    translation = translate_fsdp(others.fsdp, machines if isinstance(machines, int) else 1)
-    if translation.problems:
-        raise wrong_settings(translation.problems, lambda key: f"--{key}")
-    sources = {name: f"--{key or 'use_fsdp'}" for name, key in translation.said_by.items()}
-    notes = ["--use_fsdp: FSDP -> DEEPSPEED, whose stages shard the same way"]
-    notes += [f"--{key}: {text}" for key, text in translation.notes]
-    return ExplicitSettings(
-        {**translation.values, "distributed_type": "DEEPSPEED"},
-        {**sources, "distributed_type": "--use_fsdp"},
-        tuple(notes),
-    )
-
-
-def _local_rank_option(script: str, arguments: tuple[str, ...], kind: ProgramKind, requested: bool | None) -> str:
-    """Returns the option that passes the local rank to the script, by default the one that it declares; or ""."""
-    if requested is False or any(word.partition("=")[0] in ("--local_rank", "--local-rank") for word in arguments):
-        return ""
-    if kind == "executable":
-        if requested:
-            text = "--pass_local_rank: --no_python starts a program with its own arguments only"
-            raise ConfigError(text, fix="read LOCAL_RANK from its environment")
-        return ""
-    path = Path(script)
-    if kind == "module":
-        place = Path(*script.split("."))
-        path = next((one for one in (place.with_suffix(".py"), place / "__main__.py") if one.is_file()), place)
-    return (local_rank_option(path) or ("--local_rank" if requested else "")) if path.is_file() or requested else ""
-
-
-_PROCESS_FLAGS = re.compile(
-    r"--(num[_-]processes|nproc[_-]per[_-]node|num[_-]machines|nnodes|(machine|node)[_-]rank|main[_-]process[_-](ip|port)"
-    r"|hostfile|zero[_-]stage|max[_-]restarts)(=.*)?"
-)
-"""Flags of launchers that hardly any script has."""
-
-
-def _script_notes(program: Program) -> Iterator[str]:
-    if late := [word for word in program.arguments if _PROCESS_FLAGS.fullmatch(word)]:
-        words = f"{', '.join(late)} after {program.name} {'goes' if len(late) == 1 else 'go'} to the script"
-        yield f"{words}; the launcher's own flags come before {program.name}"
-    if any(word.partition("=")[0] == "--fsdp" for word in program.arguments):
-        fix = "pass --deepspeed ds_config.json instead; stage 3 is full_shard, stage 2 is shard_grad_op"
-        yield f"{program.name} --fsdp: Trainer uses torch's FSDP for this argument, not zeroaccel; {fix}"
-
-
-def _launch_here(settings: LaunchSettings, program: Program, *, dry_run: bool) -> int:
-    plan = plan_launch(settings, program, os.environ, is_dry=dry_run)
-    for line in (*plan.warnings, *(() if dry_run else (plan.headline,))):
-        _log(line)
-    if dry_run:
-        click.echo(plan.describe())
-        return 0
-    return _run(plan)
-
-
-def _with_folders(explicit: ExplicitSettings, config: Config | None) -> ExplicitSettings:
-    """Chooses the local disk with the most room for each "nvme" without a folder, and logs it.
-
-    With a hostfile it chooses nothing: the launcher does not know the disks of the other machines.
-    """
-    lacking = [f"{what}_nvme_path" for what, (path, _) in _on_nvme(explicit, config).items() if path is None]
-    disks = () if "hostfile" in explicit.values or not lacking else local_disks()
-    disk = max(disks, key=lambda one: one.free_nbytes, default=None)
-    if disk is None:
-        return explicit
-    room = f"{disk.folder} ({disk.file_system}, {gib(disk.free_nbytes)} free)"
-    _log(f"no --{' and no --'.join(lacking)}: files go to {room}, the local disk with the most room")
-    return ExplicitSettings.of(dict.fromkeys(lacking, disk.folder), "the local disk with the most room").under(explicit)
-
-
-def _bf16_by(explicit: ExplicitSettings, config: Config | None) -> str:
-    """Returns the source that asks for bf16, a setting or the JSON config; "" if there is none."""
-    if explicit.values.get("mixed_precision") == "bf16":
-        return f"{explicit.where('mixed_precision')} bf16"
-    if config is not None and "bf16.enabled" not in config.unresolved and config.bf16.enabled:
-        return config.where("bf16.enabled")
-    return ""
-
-
-def _check_folders(explicit: ExplicitSettings, config: Config | None) -> None:
-    """Checks the folders for "nvme" before the start; otherwise every process would fail once it has its model."""
-    for what, (path, where) in _on_nvme(explicit, config).items():
-        if path is None:
-            raise ConfigError(f'{where}: missing, and {what}_device is "nvme"', fix="give a folder on a local disk")
-        examine_folder(path, where)
-
-
-def _on_nvme(explicit: ExplicitSettings, config: Config | None) -> dict[str, tuple[str | None, str]]:
-    """Returns each offload to files -> its explicit folder, or None, and the address of that setting."""
-    folders: dict[str, tuple[str | None, str]] = {}
-    for what in ("offload_optimizer", "offload_param"):
-        name = f"{what}_nvme_path"
-        in_json = getattr(config.zero_optimization, what) if config is not None else None
-        device = explicit.values.get(f"{what}_device") or (in_json.device if in_json is not None else "none")
-        if str(device).lower() != "nvme":
-            continue
-        if name not in explicit.values and config is not None and in_json is not None and in_json.nvme_path is not None:
-            folders[what] = in_json.nvme_path, config.where(f"zero_optimization.{what}.nvme_path")
-        else:
-            folders[what] = explicit.values.get(name), explicit.where(name)
-    return folders
-
-
-def _facade(engine: str | None, where: str) -> dict[str, str]:
-    """Returns the variables that make `import deepspeed` import zeroaccel in ranks, unless the engine is DeepSpeed."""
-    real = real_location()
-    if engine == "deepspeed" and real is None:
-        raise ConfigError(where, expected="an engine that is installed", got=engine, fix="pip install deepspeed")
-    if engine == "deepspeed" or (engine is None and real is not None):
-        return {}
-    return inherited_environment(os.environ, shadow=real is not None)
-
-
-def _launch_hosts(explicit: ExplicitSettings, program: Program, *, dry_run: bool) -> int:
-    ssh = ssh_words(os.environ.get("ZEROACCEL_SSH", ""))
-    jobs = plan_node_jobs(explicit, program, os.environ, ssh)
-    if is_only_this_machine(jobs):
-        return _launch_here(launch_settings(jobs[0].order["settings"]), program, dry_run=dry_run)
-    python_path = os.environ.get("PYTHONPATH")
-    if dry_run:
-        click.echo(describe_node_jobs(jobs, ssh, python_path, os.environ))
-        return 0
-    num_local = len(jobs[0].ranks)
-    _log(f"{len(jobs)} machines, {num_local} process{'es' if num_local > 1 else ''} each")
-    settings = explicit.settings()
-    return MultiNodeJob(_log, settings.shutdown_timeout, debug=settings.debug).run(jobs, ssh, python_path)
-
-
-def _run(plan: LaunchPlan) -> int:
-    from .agent import run_plan
-
-    end = run_plan(plan, _log)
-    if end.signal:
-        _log(f"stopped by {signal.Signals(end.signal).name}; all processes of this machine have ended")
-        return 128 + end.signal
-    if not end.failures:
-        return 0
-    if saved := preemption(end.failures, plan.num_local):
-        _log(f"preempted: {saved}; run the same command again to continue")
-        return Preempted.exit_code
-    settings = plan.settings
-    first_rank = min(failure.rank - failure.local_rank for failure in end.failures)
-    _log(
-        explain_failure(
-            end.failures,
-            ranks=range(first_rank, first_rank + plan.num_local),
-            host=socket.gethostname(),
-            several_machines=settings.num_machines > 1,
-            debug=settings.debug,
-        )
-    )
-    if settings.log_dir is not None:
-        _log(f"output and reports are in {settings.log_dir}")
-    return exit_code(first_failure(end.failures))
-
-
-def _log(message: str) -> None:
-    """Prints a message to stderr; stdout belongs to the script."""
-    click.echo(f"zeroaccel: {message}", err=True)
+    kind: Literal["module", "executable", "script"] = "module" if module else "executable" if no_python else "script"
+    return run_launch(script, script_args, kind, config_file, typed, dry_run=dry_run)

@@ -113,7 +113,8 @@ class LaunchPlan:
 
     @property
     def world_size(self) -> int:
-        return self.num_local * self.settings.num_machines
+        machines: int = self.settings.num_machines
+        return self.num_local * machines
 
     def rank_environment(self, local_rank: int) -> dict[str, str]:
         """Returns the variables of a process on top of the launcher's; "<...>" for values that the start decides."""

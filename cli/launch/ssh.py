@@ -423,7 +423,8 @@ def _processes_each(settings: LaunchSettings, hosts: Sequence[Host]) -> int:
         raise ConfigError("--num_machines", expected=expected, got=settings.num_machines, fix="leave it out")
     if settings.num_processes is None:
         return slots
-    each, rest = divmod(settings.num_processes, len(hosts))
+    each: int = settings.num_processes // len(hosts)
+    rest = settings.num_processes % len(hosts)
     if rest:
         expected = f"a multiple of the {len(hosts)} machines of the hostfile"
         raise ConfigError("--num_processes", expected=expected, got=settings.num_processes, fix="or leave it out")

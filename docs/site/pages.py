@@ -23,13 +23,12 @@ from zeroaccel.cli.main import SUB_COMMANDS
 from zeroaccel.cli.main import main as main_command
 from zeroaccel.compat.deepspeed_engine import DeepSpeedEngine
 from zeroaccel.compat.surface import ABSENT, ABSENT_MEMBERS, QUESTIONS, SURFACE
-from zeroaccel.config.launch.launch_settings import LaunchSettings, file_path
-from zeroaccel.config.launch.launch_sources import OTHER_VARIABLES, variables_of
+from zeroaccel.config.launch.launch_sources import OTHER_VARIABLES
 from zeroaccel.config.launch.setting_table import SETTINGS
 from zeroaccel.config.schema import Config
 from zeroaccel.config.section import field_paths, nested_section, spellings
 from zeroaccel.config.support import KEYS, Kind, SupportStatus
-from zeroaccel.zero.engine_base import EngineBase
+from zeroaccel.engine import Engine
 
 ROOT = Path(__file__).resolve().parents[2]
 FROM_TREE = {
@@ -181,11 +180,11 @@ def _launch_keys() -> Iterator[str]:
     yield ""
     yield "Each setting as a key of the file, as a flag of `zeroaccel launch`, and in the environment. Flags override"
     yield "the environment, which overrides the file."
-    yield from ("", "| key | flag | variables | what it sets |", "| --- | --- | --- | --- |")
-    for name, setting in SETTINGS.items():
-        about = " ".join((LaunchSettings.model_fields[name].description or "").split())
-        variables = ", ".join(f"`{variable}`" for variable in variables_of(name))
-        yield f"| `{'.'.join(file_path(name))}` | `{setting.flag or '--' + name}` | {variables} | {_cell(about)} |"
+    yield from ("", "| key | flag | variables | what it sets | read by |", "| --- | --- | --- | --- | --- |")
+    for row in SETTINGS.values():
+        variables = ", ".join(f"`{variable}`" for variable in row.read_variables)
+        key = ".".join(row.key)
+        yield f"| `{key}` | `{row.flag_name}` | {variables} | {_cell(row.about)} | {row.read_by} |"
 
 
 def _variables() -> Iterator[str]:
@@ -208,7 +207,7 @@ def deepspeed_page() -> Iterator[str]:
         if provided:
             yield f"| `{module}` | {_names(provided)} |"
     yield from ("", "## Engine", "")
-    own = sorted(name for name in vars(DeepSpeedEngine) if name[0] != "_" and name not in vars(EngineBase))
+    own = sorted(name for name in dir(DeepSpeedEngine) if name[0] != "_" and not hasattr(Engine, name))
     yield f"Besides the members of zeroaccel's `Engine`: {_names(own)}."
     yield ""
     yield f"Members that return a value of the config or its default: {_names(QUESTIONS)}."

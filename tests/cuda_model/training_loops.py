@@ -27,7 +27,7 @@ from tests.cuda_model.gated_network import (
 from tests.cuda_model.network_size import Size
 from tests.cuda_model.stream_model import StreamModel
 from zeroaccel.config.parallel import ParallelConfig, PipelineConfig
-from zeroaccel.zero.engine import Engine
+from zeroaccel.engine import Engine
 
 _ROUNDS = "gradient_accumulation_steps"
 

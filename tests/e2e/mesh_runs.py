@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import zeroaccel
 from tests.support.training import train_step
-from zeroaccel.zero.engine import Engine
+from zeroaccel.engine import Engine
 
 
 def main(batches_by: str) -> None:

@@ -70,6 +70,7 @@ def test_one_side_of_a_cut_network_continues(tmp_path: Path, stage: int) -> None
         pytest.skip(f"needs network namespaces: {missing}")
     words = ["-m", "zeroaccel.cli", "launch", "--num_processes", "2", "--cpu", "--num_machines", "1:2"]
     words += ["--max_restarts", "2", "--timeout", "2", "--main_process_port", free_port()]
+    words += ["--rdzv_conf", "last_call_timeout=3"]
     script = [PROGRAM, tmp_path, 400, 2, stage, "cut:5:0+1"]
     environment = outside_any_job() | {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
     with network() as net, ExitStack() as stack:
@@ -153,7 +154,7 @@ def test_a_lost_rank_of_two_machines_starts_both_again_together(tmp_path: Path, 
 def test_a_lost_machine_leaves_copies_and_the_other_one_goes_on(tmp_path: Path) -> None:
     command = [*LAUNCH, "--num_machines", "1:2", "--max_restarts", 1, "--timeout", 5]
     command += ["--main_process_ip", "127.0.0.1", "--main_process_port", free_port()]
-    command += ["--rdzv_conf", "last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=2", "--machine_rank"]
+    command += ["--rdzv_conf", "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=2", "--machine_rank"]
     words = [PROGRAM, tmp_path, 12, 2, 3, "machine:5:1"]
     first, second = run_machines([[*command, rank, *words] for rank in (0, 1)], tmp_path, 90)
     assert (first.returncode, second.returncode) == (0, -signal.SIGKILL), first.stderr
@@ -163,7 +164,7 @@ def test_a_lost_machine_leaves_copies_and_the_other_one_goes_on(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_spare_machine_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:
+def test_a_machine_that_waits_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:
     """The second of two machines is lost; a third machine waits, and the job refuses a fourth with another script."""
     command = [*LAUNCH, "--num_machines", "1:2", "--max_restarts", 1, "--timeout", 5]
     command += ["--main_process_ip", "127.0.0.1", "--main_process_port", free_port(), "--machine_rank"]
@@ -178,20 +179,17 @@ def test_a_spare_machine_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:
     with ExitStack() as stack:
         first, second = (stack.enter_context(running_command(command_of(rank), cwd=tmp_path)) for rank in (0, 1))
         wait_for(lost / "fault.0", 60)
-        spare = stack.enter_context(running_command(command_of(2), cwd=tmp_path))
-        unneeded = stack.enter_context(running_command(command_of(3), cwd=tmp_path))
+        third = stack.enter_context(running_command(command_of(2), cwd=tmp_path))
         refused = run_command(command_of(4, other), timeout=60.0)
-        limit = Limit(60)
-        while not all("this one waits as a spare" in machine.said() for machine in (spare, unneeded)):
-            assert not limit.is_over(), spare.said() + unneeded.said()
-            time.sleep(0.1)
+        time.sleep(seconds(6.0))  # the third machine has asked for a place by then; a later question is answered, too
         (lost / "cut").touch()
-        ends = [one.wait(90) for one in (first, second, spare, unneeded)]
+        cut = time.time()
+        ends = [machine.wait(90) for machine in (first, second, third)]
     codes = [end.returncode for end in ends]
-    assert codes == [0, -signal.SIGKILL, 0, 0], "\n".join(end.stderr for end in ends)
+    assert codes == [0, -signal.SIGKILL, 0], "\n".join(end.stderr for end in ends)
     said = "".join(end.stderr for end in ends)
     assert len(re.findall("resuming from the memory of 2 machines, step [24]; there is no other", said)) == 1, said
-    assert sum("this spare machine was not needed" in end.stderr for end in ends[2:]) == 1
     assert refused.returncode == 2
     assert "the machines differ in" in refused.stderr
     assert (lost / "digest").exists()
+    print(f"{float((lost / 'resumed.1').read_text().split()[0]) - cut:.1f} s from the loss to the next step")

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import zeroaccel
 from tests.support.training import Toy, batches, config, offloaded, train_step
 from zeroaccel.checkpoint.save_plan import SavePlan
+from zeroaccel.engine import Engine
 from zeroaccel.optim.optimizer_factory import build_optimizer
-from zeroaccel.zero.engine import Engine
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 TIERS = ("none", "cpu", "nvme")

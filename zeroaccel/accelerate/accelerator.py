@@ -1,9 +1,9 @@
 """`Accelerator`: the interface of Hugging Face's accelerate, over the same engine as `zeroaccel.initialize`.
 
-Three base classes hold the calls of one area each: `ControlFlow` (ranks), `TrainingLoop` (accumulation, backward,
-clipping), `ModelSaving` (weights for other programs). This module documents the other public methods and delegates
-them: to `AcceleratorState` (process, plugins, configs), `Preparation` (objects to engines), `RunSaving` (states to
-resume from), `Trackers` and `operations`.
+Its base classes hold the calls of one area each: `SettingsInForce` (settings and ranks), `TrainingLoop` (accumulation,
+backward, clipping), `ModelSaving` (weights for other programs), `RunCalls` (states to resume from).
+`AcceleratorArguments` combines the constructor's arguments with the launcher's settings. This module documents the
+other public methods and delegates them: to `Preparation` (objects to engines), `Trackers` and `operations`.
 """
 
 from __future__ import annotations
@@ -17,46 +17,30 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
-from torch.utils.hooks import RemovableHandle
 
 from zeroaccel import operations
 from zeroaccel.accelerate.accelerator_arguments import (
+    AcceleratorArguments,
     GradientAccumulationPlugin,
-    accumulation_of,
-    apply_handlers,
-    compilation_of,
-    loader_settings_of,
-    parallel_of,
-    plugins_of,
-    precision_of,
-    refuse_other_parallelism,
-    rng_types_of,
+    ResolvedArguments,
 )
-from zeroaccel.accelerate.accelerator_state import AcceleratorState, ControlFlow, PartialState, Prepared
+from zeroaccel.accelerate.accelerator_state import AcceleratorState, SettingsInForce
 from zeroaccel.accelerate.beside_accelerate import join_accelerate, leave_accelerate
 from zeroaccel.accelerate.kwargs_handlers import (
-    DistributedType,
     ProfileKwargs,
-    handlers_of,
-    note,
-    own,
-    process_group_of,
     profile,
-    value_of,
 )
 from zeroaccel.accelerate.model_saving import ModelSaving
 from zeroaccel.accelerate.preparation import Preparation, PrepareRules, sort_objects
-from zeroaccel.accelerate.prepared_optimizer import GradientState, PreparedScheduler
-from zeroaccel.accelerate.project import ProjectConfiguration, project_of
-from zeroaccel.accelerate.run_state import LoadHook, PathLike, RunSaving, SaveHook
+from zeroaccel.accelerate.prepared_optimizer import PreparedScheduler
+from zeroaccel.accelerate.project import ProjectConfiguration
+from zeroaccel.accelerate.run_state import RunCalls, RunSaving
 from zeroaccel.accelerate.training_loop import TrainingLoop
 from zeroaccel.accelerate.zero_plugin import ZeroPlugin, launched
 from zeroaccel.comm.agree import agreed
-from zeroaccel.config import Facts
 from zeroaccel.config.diagnostics import names_meant
-from zeroaccel.config.parallel import ParallelConfig, PipelineConfig, with_config_axes
-from zeroaccel.data import DataLoaderConfiguration, PreparedLoader, prepare_data_loader, skip_first_batches
+from zeroaccel.config.parallel import ParallelConfig, PipelineConfig
+from zeroaccel.data import DataLoaderConfiguration, PreparedLoader, prepare_data_loader
 from zeroaccel.errors import UsageError
 from zeroaccel.operations import collectives_of_process
 from zeroaccel.parallel.sequence import SequenceGroup
@@ -67,7 +51,7 @@ _AUTOCAST_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Accelerator(ControlFlow, TrainingLoop, ModelSaving):
+class Accelerator(SettingsInForce, TrainingLoop, ModelSaving, RunCalls):
     """Prepares models, optimizers, schedulers and loaders for ZeRO training, and runs backward, clipping and saving.
 
     Plugins and handlers may be instances of accelerate's own classes; a warning names each field that has no effect.
@@ -162,201 +146,31 @@ class Accelerator(ControlFlow, TrainingLoop, ModelSaving):
         pipeline: PipelineConfig | None = None,
         scheduler_counts_processes: bool = False,
     ) -> None:
+        # The arguments as data: `AcceleratorArguments` has a field of each name, and combines them with the launcher's.
+        arguments = AcceleratorArguments(**{name: value for name, value in locals().items() if name != "self"})
         settings, sources = launched()
-        joining = process_group_of(kwargs_handlers or ())
-        partial = PartialState(
-            cpu or bool(settings.use_cpu),
-            backend=joining.backend,
-            init_method=joining.init_method,
-            timeout=joining.timeout,
-            debug=bool(settings.debug),
-        )
+        process = arguments.join(settings)
         self.collectives = collectives_of_process()
         self._topology = self.collectives.topology
         # The launcher's variables may differ between nodes: an error on one rank raises on all ranks.
         with agreed(self.collectives, "Accelerator: settings"):
-            handlers = handlers_of(kwargs_handlers or ())
-            refuse_other_parallelism(torch_tp_plugin=torch_tp_plugin, megatron_lm_plugin=megatron_lm_plugin)
-            accumulation = GradientAccumulationPlugin()
-            if gradient_accumulation_plugin is not None:
-                where = "Accelerator(gradient_accumulation_plugin)"
-                accumulation = own(GradientAccumulationPlugin, gradient_accumulation_plugin, where)
-            facts = Facts(
-                accumulation=accumulation_of(gradient_accumulation_steps, accumulation),
-                precision=precision_of(mixed_precision, settings, sources),
-            )
-            plugins = plugins_of([deepspeed_plugin, deepspeed_plugins, fsdp_plugin, zero_plugin], settings)
-            mesh = parallel_of(parallelism_config, settings)
-            # A stage 0 plugin is created only if nothing requests ZeRO: it would contradict a launch that does.
-            fallback = next(iter(plugins.values())) if plugins else ZeroPlugin(zero_stage=0)
-            mesh = with_config_axes(fallback.document(), mesh) or mesh
-            mesh = mesh.resolve(self.collectives.world_size)
-            apply_handlers(handlers, plugins, fallback)
-            compilation = compilation_of(dynamo_backend, settings, sources, dynamo_plugin)
-            self.dataloader_config = loader_settings_of(dataloader_config, split_batches)
-            shared_generators = rng_types_of(rng_types)
-            if project_config is not None:
-                project_config = own(ProjectConfiguration, project_config, "Accelerator(project_config)")
-            project = project_of(project_dir, project_config)
-            trackers = (
-                [value_of(one) for one in log_with] if isinstance(log_with, (list, tuple)) else value_of(log_with)
-            )
-            self._trackers = Trackers(trackers, project.logging_dir, is_main_process=self.collectives.rank == 0)
-        self._handlers = handlers
-        self._mesh = mesh
-        self._sequences = SequenceGroup.of(self.collectives.topology, mesh.sp, stride=mesh.tp)
-        self.device_placement = device_placement
+            resolved = arguments.resolve(settings, sources, self.collectives.world_size)
+            logs_here, folder = self.collectives.rank == 0, resolved.project.logging_dir
+            self._trackers = Trackers(resolved.log_with, folder, is_main_process=logs_here)
+        self._handlers, self._mesh, self.dataloader_config = resolved.handlers, resolved.mesh, resolved.loaders
+        self._sequences = SequenceGroup.of(self._topology, self._mesh.sp, stride=self._mesh.tp)
+        self.device_placement, self.step_scheduler_with_optimizer = device_placement, step_scheduler_with_optimizer
+        self.state = AcceleratorState(process, resolved.plugins, resolved.fallback, resolved.facts)
+        if self._mesh != ParallelConfig().resolve(self.num_processes):
+            self.state.parallelism_config = parallelism_config or self._mesh
+        self.gradient_state = resolved.gradient_state(self.state.accumulation)
+        self.rng_types = list(resolved.rng_types)
         self.dataloaders: list[PreparedLoader] = []
-        self.state = AcceleratorState(partial, plugins, fallback, facts)
-        if mesh != ParallelConfig().resolve(self.num_processes):
-            self.state.parallelism_config = parallelism_config or mesh
-        self.gradient_state = GradientState(
-            self.state.accumulation,
-            adjust_scheduler=accumulation.adjust_scheduler,
-            sync_with_dataloader=accumulation.sync_with_dataloader,
-            sync_each_batch=accumulation.sync_each_batch,
-            shared_generators=shared_generators,
-        )
-        self.rng_types = list(shared_generators)
-        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        rules = PrepareRules(
-            facts=facts,
-            split_batches=self.dataloader_config.split_batches,
-            step_with_optimizer=step_scheduler_with_optimizer,
-            steps_per_update=mesh.data_parallel_size if scheduler_counts_processes else 1,
-            compilation=compilation,
-            mesh=mesh,
-            pipeline=pipeline,
-        )
-        self._preparation = Preparation(self.state, self.gradient_state, rules, self.collectives)
+        self._preparation = Preparation(self.state, self.gradient_state, _rules_of(resolved), self.collectives)
+        self._run = RunSaving(self.state, self.dataloaders, self.collectives, resolved.project)
         self.step = 0
-        self._run = RunSaving(self.state, self.dataloaders, self.collectives, project)
         self._triggered = False
-        join_accelerate(cpu=partial.device.type == "cpu")
-
-    # -- the process: see `PartialState`
-
-    @property
-    def device(self) -> torch.device:
-        """Device on which this process computes."""
-        return self.state.partial.device
-
-    @property
-    def multi_device(self) -> bool:
-        """True if the job has more than one process."""
-        return self.use_distributed
-
-    @property
-    def distributed_type(self) -> DistributedType:
-        """DEEPSPEED with a plugin; otherwise NO, MULTI_CPU or MULTI_GPU."""
-        return self.state.distributed_type
-
-    # -- attributes that scripts read, for features that are not available
-
-    fp8_backend = None
-    torch_device_mesh = None
-    is_fsdp2 = False
-    is_composable_parallelism_enabled = False
-
-    # -- settings
-
-    @property
-    def prepared(self) -> list[Prepared]:
-        """Every prepared model, in order."""
-        return self.state.prepared
-
-    @property
-    def mixed_precision(self) -> str:
-        """Training precision: "no", "fp16" or "bf16"."""
-        return self.state.mixed_precision
-
-    @property
-    def deepspeed_plugin(self) -> ZeroPlugin | None:
-        """The selected plugin; None for plain data parallelism."""
-        return self.state.deepspeed_plugin
-
-    zero_plugin = deepspeed_plugin
-
-    @property
-    def zero_config(self) -> dict[str, Any]:
-        """Resolved config of the first trained model, or of the first model if no model is trained.
-
-        Before `prepare`, it is the selected plugin's config; values that depend on a model or a loader are then still
-        "auto".
-        """
-        return self.state.zero_config
-
-    deepspeed_config = zero_config
-
-    @property
-    def split_batches(self) -> bool:
-        """True if each batch of a loader is divided among the processes."""
-        return self.dataloader_config.split_batches
-
-    @property
-    def even_batches(self) -> bool:
-        """True if all processes get the same number of batches."""
-        return self.dataloader_config.even_batches
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        """True if rank 0 reads all batches and sends them; None does so for iterable datasets only."""
-        return self.dataloader_config.dispatch_batches
-
-    @property
-    def use_seedable_sampler(self) -> bool:
-        """True if the sample order of an epoch depends only on the seed and the epoch's number."""
-        return self.dataloader_config.use_seedable_sampler
-
-    @property
-    def use_stateful_dataloader(self) -> bool:
-        """Value from `dataloader_config`; every prepared loader has `state_dict` and `load_state_dict`."""
-        return self.dataloader_config.use_stateful_dataloader
-
-    @property
-    def non_blocking(self) -> bool:
-        """True if loaders copy batches to the device asynchronously."""
-        return self.dataloader_config.non_blocking
-
-    @property
-    def should_save_model(self) -> bool:
-        """True on rank 0, which writes the model files."""
-        return self.is_main_process
-
-    @property
-    def native_amp(self) -> bool:
-        """True if models are trained in mixed precision."""
-        return self.mixed_precision != "no"
-
-    @property
-    def parallelism_config(self) -> Any:
-        """Mesh from the argument or the launch; None if every process trains on different samples."""
-        return self.state.parallelism_config
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """Index of this process among the processes that train on different samples."""
-        return self._mesh.data_parallel_rank(self.process_index)
-
-    @property
-    def data_parallel_shard_rank(self) -> int:
-        """Index of this process along the `dp_shard` axis, within its replica."""
-        return self._mesh.coordinates(self.process_index)["dp_shard"]
-
-    @property
-    def tensor_parallel_rank(self) -> int:
-        """Index of this process along the `tp` axis: the part of each layer that it computes."""
-        return self._mesh.coordinates(self.process_index)["tp"]
-
-    @property
-    def pipeline_parallel_rank(self) -> int:
-        """Index of this process along the `pp` axis: its pipeline stage."""
-        return self._mesh.coordinates(self.process_index)["pp"]
-
-    @property
-    def context_parallel_rank(self) -> int:
-        """Index of this process along the `sp` axis: the part of each sequence that it processes."""
-        return self._mesh.coordinates(self.process_index)["sp"]
+        join_accelerate(cpu=process.device.type == "cpu")
 
     # -- prepare
 
@@ -612,161 +426,6 @@ class Accelerator(ControlFlow, TrainingLoop, ModelSaving):
         self._triggered = False
         return bool(flag.item())
 
-    # -- states to resume from: see `RunSaving`
-
-    @property
-    def project_configuration(self) -> ProjectConfiguration:
-        """Settings of the project: its folders and the number of states to keep."""
-        return self._run.project
-
-    @property
-    def project_dir(self) -> str | None:
-        """Folder for states."""
-        return self._run.project.project_dir
-
-    @property
-    def logging_dir(self) -> str | None:
-        """Folder for tracker files."""
-        return self._run.project.logging_dir
-
-    @property
-    def save_iteration(self) -> int:
-        """Number of the next state, with automatic naming."""
-        return self._run.project.iteration
-
-    def register_for_checkpointing(self, *objects: Any) -> None:
-        """Adds objects to every state, in the order of the calls.
-
-        Args:
-            objects: objects with `load_state_dict()` and a `state_dict()` of plain data and tensors. Every rank saves
-                the state of its own objects.
-
-        Raises:
-            UsageError: an object lacks one of the methods, or is already registered.
-
-        Example:
-            >>> import torch
-            >>> from zeroaccel import Accelerator
-            >>> accelerator = Accelerator()
-            >>> average = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(4, 1))
-            >>> accelerator.register_for_checkpointing(average)
-        """
-        for obj in objects:
-            self._run.register(obj)
-
-    def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
-        """Registers `hook(models, weights, folder)`, which is called on every rank before a state is saved.
-
-        `weights` is empty because the weights are sharded; call `accelerator.get_state_dict(model)` to gather them.
-        """
-        return self._run.add_save_hook(hook)
-
-    def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
-        """Registers `hook(models, folder)`, which is called on every rank before a state is loaded."""
-        return self._run.add_load_hook(hook)
-
-    def save_state(
-        self, output_dir: PathLike | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
-    ) -> str:
-        """Saves everything that a resumed run needs: models, optimizers, schedulers, loader positions, random
-        generators and registered objects. (all ranks)
-
-        Args:
-            output_dir: a folder that all ranks share; an existing state in it is replaced. Defaults to the next
-                numbered folder of the project; the oldest states above `total_limit` are then removed.
-            safe_serialization: must be True; nothing is pickled.
-            save_model_func_kwargs: arguments of DeepSpeed's `save_checkpoint`. `exclude_frozen_parameters=True` raises
-                an error; the others have no effect, and a warning names them.
-
-        Returns:
-            The folder.
-
-        Raises:
-            CheckpointError: the state cannot be written; on every rank.
-            UsageError: an object has a state that is not plain data and tensors, or no folder is configured.
-            EngineStateError: an accumulation is unfinished; saving would lose its gradients.
-
-        Example:
-            >>> import torch
-            >>> from zeroaccel import Accelerator
-            >>> accelerator = Accelerator()
-            >>> model = torch.nn.Linear(4, 1)
-            >>> model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-            >>> folder = accelerator.save_state("runs/first/epoch_1")
-        """
-        if not safe_serialization:
-            raise UsageError(
-                "save_state(safe_serialization)", expected="True: states are never pickled", got=safe_serialization
-            )
-        if save_model_func_kwargs.pop("exclude_frozen_parameters", False):
-            raise UsageError(
-                "save_state(exclude_frozen_parameters)",
-                expected="False, because resuming needs all weights",
-                got=True,
-                fix="remove it, or call engine.save_checkpoint(folder, exclude_frozen_parameters=True)",
-            )
-        for name in save_model_func_kwargs:
-            note(f"save_state({name}=...)", "no effect: a state is always saved as one complete folder")
-        return self._run.save(output_dir, self.step)
-
-    def load_state(
-        self,
-        input_dir: PathLike | None = None,
-        load_kwargs: Mapping[str, Any] | None = None,
-        **load_model_func_kwargs: Any,
-    ) -> str:
-        """Resumes from a state. Prepare and register the same objects first. (all ranks)
-
-        Loaders continue after the last batch that they yielded. Start the loop over epochs at `dataloader.epoch`.
-
-        Args:
-            input_dir: folder of the state. Defaults to the newest complete state of the project or in memory.
-            load_kwargs, load_model_func_kwargs: arguments of torch's and DeepSpeed's loading functions. They have no
-                effect, and a warning names them.
-
-        Returns:
-            The folder.
-
-        Raises:
-            CheckpointError: the state is missing or damaged, or does not match this run; on every rank.
-
-        Example:
-            >>> import torch
-            >>> from zeroaccel import Accelerator, ProjectConfiguration
-            >>> project = ProjectConfiguration("runs/second", automatic_checkpoint_naming=True)
-            >>> accelerator = Accelerator(project_config=project)
-            >>> loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(8), batch_size=2))
-            >>> folder = accelerator.save_state()
-            >>> accelerator.load_state() == folder
-            True
-            >>> for epoch in range(loader.epoch, 3):
-            ...     for batch in loader:
-            ...         pass
-        """
-        for name in (*(load_kwargs or {}), *load_model_func_kwargs):
-            note(f"load_state({name}=...)", "no effect: weights are read into their shards, other state by its name")
-        folder, self.step = self._run.load(input_dir)
-        return folder
-
-    def resume(self) -> str | None:
-        """Loads the newest state of the project or in memory, as `load_state()`. (all ranks)
-
-        Returns:
-            The folder; None without a state.
-        """
-        found = self._run.resume()
-        if found is None:
-            return None
-        folder, self.step = found
-        return folder
-
-    def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-        """Returns `dataloader` with each of its epochs starting at batch `num_batches`.
-
-        Not needed after `load_state`, which restores loader positions; using both skips no batch twice.
-        """
-        return skip_first_batches(dataloader, num_batches)
-
     # -- trackers: see `Trackers`
 
     @property
@@ -877,3 +536,16 @@ class Accelerator(ControlFlow, TrainingLoop, ModelSaving):
 
     def __repr__(self) -> str:
         return f"Accelerator({self.distributed_type.name}, {self.num_processes} processes, {self.mixed_precision})"
+
+
+def _rules_of(resolved: ResolvedArguments) -> PrepareRules:
+    arguments = resolved.arguments
+    return PrepareRules(
+        facts=resolved.facts,
+        split_batches=resolved.loaders.split_batches,
+        step_with_optimizer=arguments.step_scheduler_with_optimizer,
+        steps_per_update=resolved.mesh.data_parallel_size if arguments.scheduler_counts_processes else 1,
+        compilation=resolved.compilation,
+        mesh=resolved.mesh,
+        pipeline=arguments.pipeline,
+    )

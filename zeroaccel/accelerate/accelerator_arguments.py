@@ -1,22 +1,35 @@
 """Arguments of `Accelerator`: checks them, combines them with the launcher's settings, and records their sources.
 
-The functions read accumulation, precision, plugins, loaders and `torch.compile` before there is a model. They accept
-plugins of accelerate's own classes; a field that has no effect is logged in a note or raises an error.
+`AcceleratorArguments` has the arguments as data, and `ResolvedArguments` the result. The functions read accumulation,
+precision, plugins, loaders and `torch.compile` before there is a model. They accept plugins of accelerate's own
+classes; a field that has no effect is logged in a note or raises an error.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from zeroaccel.accelerate.kwargs_handlers import HandlerSettings, KwargsHandler, note, own, value_of
+from zeroaccel.accelerate.accelerator_state import PartialState
+from zeroaccel.accelerate.kwargs_handlers import (
+    HandlerSettings,
+    KwargsHandler,
+    handlers_of,
+    note,
+    own,
+    process_group_of,
+    value_of,
+)
+from zeroaccel.accelerate.prepared_optimizer import GradientState
+from zeroaccel.accelerate.project import ProjectConfiguration, project_of
 from zeroaccel.accelerate.zero_plugin import ZeroPlugin, gather_facts
 from zeroaccel.config import Fact, Facts
 from zeroaccel.config.launch.launch_sources import LaunchedSettings
-from zeroaccel.config.parallel import ParallelConfig
+from zeroaccel.config.parallel import ParallelConfig, PipelineConfig, with_config_axes
 from zeroaccel.data import DataLoaderConfiguration
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.setup.compilation import Compilation
@@ -361,3 +374,132 @@ def compilation_of(
         bool(settings.dynamo_use_regional_compilation if regional is None else regional),
         code.options,
     )
+
+
+# -- all arguments
+
+
+@dataclass(frozen=True)
+class AcceleratorArguments:
+    """The arguments of `Accelerator`, which documents them, before anything is looked up or decided."""
+
+    device_placement: bool = True
+    split_batches: bool | None = None
+    mixed_precision: str | None = None
+    gradient_accumulation_steps: int | None = None
+    cpu: bool = False
+    dataloader_config: DataLoaderConfiguration | None = None
+    deepspeed_plugin: ZeroPlugin | Mapping[str, ZeroPlugin] | None = None
+    fsdp_plugin: Any = None
+    torch_tp_plugin: Any = None
+    megatron_lm_plugin: Any = None
+    rng_types: Sequence[Any] | None = None
+    log_with: Any = None
+    project_dir: str | os.PathLike[str] | None = None
+    project_config: ProjectConfiguration | None = None
+    gradient_accumulation_plugin: GradientAccumulationPlugin | None = None
+    step_scheduler_with_optimizer: bool = True
+    kwargs_handlers: Sequence[Any] | None = None
+    dynamo_backend: str | None = None
+    dynamo_plugin: Any = None
+    deepspeed_plugins: ZeroPlugin | Mapping[str, ZeroPlugin] | None = None
+    parallelism_config: Any = None
+    zero_plugin: ZeroPlugin | Mapping[str, ZeroPlugin] | None = None
+    pipeline: PipelineConfig | None = None
+    scheduler_counts_processes: bool = False
+
+    def join(self, settings: LaunchedSettings) -> PartialState:
+        """Joins the job. (all ranks)"""
+        joining = process_group_of(self.kwargs_handlers or ())
+        return PartialState(
+            self.cpu or bool(settings.use_cpu),
+            backend=joining.backend,
+            init_method=joining.init_method,
+            timeout=joining.timeout,
+            debug=bool(settings.debug),
+        )
+
+    def resolve(self, settings: LaunchedSettings, sources: dict[str, str], world_size: int) -> ResolvedArguments:
+        """Checks the arguments, and combines them with the launcher's settings. No collectives.
+
+        Raises:
+            ConfigError, UsageError: an argument is wrong, or contradicts another one, the launcher or the config.
+        """
+        handlers = handlers_of(self.kwargs_handlers or ())
+        refuse_other_parallelism(torch_tp_plugin=self.torch_tp_plugin, megatron_lm_plugin=self.megatron_lm_plugin)
+        accumulation = GradientAccumulationPlugin()
+        if self.gradient_accumulation_plugin is not None:
+            where = "Accelerator(gradient_accumulation_plugin)"
+            accumulation = own(GradientAccumulationPlugin, self.gradient_accumulation_plugin, where)
+        facts = Facts(
+            accumulation=accumulation_of(self.gradient_accumulation_steps, accumulation),
+            precision=precision_of(self.mixed_precision, settings, sources),
+        )
+        asked = [self.deepspeed_plugin, self.deepspeed_plugins, self.fsdp_plugin, self.zero_plugin]
+        plugins = plugins_of(asked, settings)
+        mesh = parallel_of(self.parallelism_config, settings)
+        # A stage 0 plugin is created only if nothing requests ZeRO: it would contradict a launch that does.
+        fallback = next(iter(plugins.values())) if plugins else ZeroPlugin(zero_stage=0)
+        mesh = (with_config_axes(fallback.document(), mesh) or mesh).resolve(world_size)
+        apply_handlers(handlers, plugins, fallback)
+        project = self.project_config
+        if project is not None:
+            project = own(ProjectConfiguration, project, "Accelerator(project_config)")
+        log_with = self.log_with
+        return ResolvedArguments(
+            arguments=self,
+            handlers=handlers,
+            accumulation=accumulation,
+            facts=facts,
+            plugins=plugins,
+            fallback=fallback,
+            mesh=mesh,
+            compilation=compilation_of(self.dynamo_backend, settings, sources, self.dynamo_plugin),
+            loaders=loader_settings_of(self.dataloader_config, self.split_batches),
+            rng_types=rng_types_of(self.rng_types),
+            project=project_of(self.project_dir, project),
+            log_with=[value_of(one) for one in log_with] if isinstance(log_with, (list, tuple)) else value_of(log_with),
+        )
+
+
+@dataclass(frozen=True)
+class ResolvedArguments:
+    """The arguments of an accelerator, checked and combined with the launcher's settings.
+
+    Attributes:
+        arguments: the arguments as the script passed them.
+        handlers: the handlers, at most one of each kind.
+        accumulation: settings of gradient accumulation.
+        facts: values that fill "auto" in configs, with their sources.
+        plugins: the plugins by name; empty for plain data parallelism.
+        fallback: the first plugin, or the plugin of plain data parallelism.
+        mesh: the resolved mesh of the processes.
+        compilation: how models are compiled; None if they are not.
+        loaders: how loaders are sharded over the ranks.
+        rng_types: random generators that are synchronized with rank 0 at the start of each epoch.
+        project: folders of states and tracker files.
+        log_with: names and instances of trackers.
+    """
+
+    arguments: AcceleratorArguments
+    handlers: HandlerSettings
+    accumulation: GradientAccumulationPlugin
+    facts: Facts
+    plugins: dict[str, ZeroPlugin]
+    fallback: ZeroPlugin
+    mesh: ParallelConfig
+    compilation: Compilation | None
+    loaders: DataLoaderConfiguration
+    rng_types: tuple[str, ...]
+    project: ProjectConfiguration
+    log_with: Any
+
+    def gradient_state(self, num_steps: int) -> GradientState:
+        """Returns the position at the start of an accumulation of `num_steps` micro-steps."""
+        return GradientState(
+            num_steps,
+            adjust_scheduler=self.accumulation.adjust_scheduler,
+            sync_with_dataloader=self.accumulation.sync_with_dataloader,
+            sync_each_batch=self.accumulation.sync_each_batch,
+            shared_generators=self.rng_types,
+        )

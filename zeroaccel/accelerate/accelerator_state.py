@@ -26,9 +26,11 @@ from zeroaccel.comm.rank_device import ACCELERATOR
 from zeroaccel.comm.topology import Topology, destroy, init_process_group, meet
 from zeroaccel.config import Config, Facts
 from zeroaccel.config.auto_values import shown
+from zeroaccel.config.parallel import ParallelConfig
+from zeroaccel.data import DataLoaderConfiguration
+from zeroaccel.engine import EngineBase
 from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.operations import collectives_of_process
-from zeroaccel.zero.engine_base import EngineBase
 
 PRECISION_NAMES = {"fp32": "no", "fp16": "fp16", "bf16": "bf16"}
 """Precision in a config -> value of accelerate's `mixed_precision`."""
@@ -486,3 +488,133 @@ class AcceleratorState:
                 for name, plugin in plugins.items()
             ]
         return "\n".join([f"{head}Mixed precision type: {self.mixed_precision}", *blocks]) + "\n"
+
+
+class SettingsInForce(ControlFlow):
+    """The process, the settings and the place in the mesh that scripts read from an `Accelerator`."""
+
+    state: AcceleratorState
+    dataloader_config: DataLoaderConfiguration
+    _mesh: ParallelConfig
+
+    @property
+    def device(self) -> torch.device:
+        """Device on which this process computes."""
+        return self.state.partial.device
+
+    @property
+    def multi_device(self) -> bool:
+        """True if the job has more than one process."""
+        return self.use_distributed
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """DEEPSPEED with a plugin; otherwise NO, MULTI_CPU or MULTI_GPU."""
+        return self.state.distributed_type
+
+    # -- attributes that scripts read, for features that are not available
+
+    fp8_backend = None
+    torch_device_mesh = None
+    is_fsdp2 = False
+    is_composable_parallelism_enabled = False
+
+    # -- settings
+
+    @property
+    def prepared(self) -> list[Prepared]:
+        """Every prepared model, in order."""
+        return self.state.prepared
+
+    @property
+    def mixed_precision(self) -> str:
+        """Training precision: "no", "fp16" or "bf16"."""
+        return self.state.mixed_precision
+
+    @property
+    def deepspeed_plugin(self) -> ZeroPlugin | None:
+        """The selected plugin; None for plain data parallelism."""
+        return self.state.deepspeed_plugin
+
+    zero_plugin = deepspeed_plugin
+
+    @property
+    def zero_config(self) -> dict[str, Any]:
+        """Resolved config of the first trained model, or of the first model if no model is trained.
+
+        Before `prepare`, it is the selected plugin's config; values that depend on a model or a loader are then still
+        "auto".
+        """
+        return self.state.zero_config
+
+    deepspeed_config = zero_config
+
+    @property
+    def split_batches(self) -> bool:
+        """True if each batch of a loader is divided among the processes."""
+        return self.dataloader_config.split_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """True if all processes get the same number of batches."""
+        return self.dataloader_config.even_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """True if rank 0 reads all batches and sends them; None does so for iterable datasets only."""
+        return self.dataloader_config.dispatch_batches
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """True if the sample order of an epoch depends only on the seed and the epoch's number."""
+        return self.dataloader_config.use_seedable_sampler
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Value from `dataloader_config`; every prepared loader has `state_dict` and `load_state_dict`."""
+        return self.dataloader_config.use_stateful_dataloader
+
+    @property
+    def non_blocking(self) -> bool:
+        """True if loaders copy batches to the device asynchronously."""
+        return self.dataloader_config.non_blocking
+
+    @property
+    def should_save_model(self) -> bool:
+        """True on rank 0, which writes the model files."""
+        return self.is_main_process
+
+    @property
+    def native_amp(self) -> bool:
+        """True if models are trained in mixed precision."""
+        return self.mixed_precision != "no"
+
+    @property
+    def parallelism_config(self) -> Any:
+        """Mesh from the argument or the launch; None if every process trains on different samples."""
+        return self.state.parallelism_config
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Index of this process among the processes that train on different samples."""
+        return self._mesh.data_parallel_rank(self.process_index)
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """Index of this process along the `dp_shard` axis, within its replica."""
+        return self._mesh.coordinates(self.process_index)["dp_shard"]
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """Index of this process along the `tp` axis: the part of each layer that it computes."""
+        return self._mesh.coordinates(self.process_index)["tp"]
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """Index of this process along the `pp` axis: its pipeline stage."""
+        return self._mesh.coordinates(self.process_index)["pp"]
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """Index of this process along the `sp` axis: the part of each sequence that it processes."""
+        return self._mesh.coordinates(self.process_index)["sp"]

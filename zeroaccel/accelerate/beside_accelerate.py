@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from zeroaccel.zero.engine_base import EngineBase
+from zeroaccel.engine import EngineBase
 
 _CALL = "extract_model_from_parallel"
 _replaced: list[tuple[ModuleType, Any]] = []

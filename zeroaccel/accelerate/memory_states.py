@@ -39,11 +39,11 @@ from zeroaccel.comm.agree import agree_or_raise, agreed, from_rank_0
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.environment import launcher_memory
 from zeroaccel.config.schema import PeerStates
+from zeroaccel.engine import EngineBase
 from zeroaccel.errors import CheckpointError
 from zeroaccel.logs import log_always, log_once, logger
 from zeroaccel.offload.page_locked import free_nbytes
 from zeroaccel.ops.device_threads import start_thread
-from zeroaccel.zero.engine_base import EngineBase
 
 MOST_COST = 0.02
 """Maximum share of the training time that states in memory take, if their interval is measured."""

@@ -19,8 +19,8 @@ from zeroaccel.checkpoint.atomic_write import write_durably
 from zeroaccel.checkpoint.weights import parse_nbytes
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
+from zeroaccel.engine import EngineBase
 from zeroaccel.errors import CheckpointError, UsageError
-from zeroaccel.zero.engine_base import EngineBase
 from zeroaccel.zero.module_names import plain_names
 
 _MAX_SHARD_SIZE = "10GB"

@@ -30,6 +30,7 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.config import Fact, Facts
 from zeroaccel.config.parallel import ParallelConfig, PipelineConfig
 from zeroaccel.data import PreparedLoader
+from zeroaccel.engine import EngineBase
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.initialization import start
 from zeroaccel.nested import batch_size_of
@@ -37,7 +38,6 @@ from zeroaccel.optim.optimizer_factory import check_optimizer_type
 from zeroaccel.optim.rank_facts import require_same, scheduler_facts
 from zeroaccel.setup.compilation import Compilation
 from zeroaccel.setup.job import JobSpec
-from zeroaccel.zero.engine_base import EngineBase
 from zeroaccel.zero.from_config import LoopRules
 
 _OPTIMIZER, _SCHEDULER = "optimizer", "scheduler"

@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 from torch.optim import Optimizer
 
 from zeroaccel.data.metric_samples import RealSamples
+from zeroaccel.engine import EngineBase
 from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.seeds import synchronize_rng_states
-from zeroaccel.zero.engine_base import EngineBase
 
 
 class GradientState:

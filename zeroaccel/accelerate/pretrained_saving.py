@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from zeroaccel.checkpoint.save_plan import EngineState
 from zeroaccel.checkpoint.weights import FullValues, placeholder_state_dict, tensor_specs, with_ties
 from zeroaccel.comm.agree import agree_or_raise, from_rank_0
+from zeroaccel.engine import EngineBase
 from zeroaccel.errors import EngineStateError
 from zeroaccel.nested import map_tensors
-from zeroaccel.zero.engine_base import EngineBase
 from zeroaccel.zero.module_names import plain_modules, plain_names
 from zeroaccel.zero.tensor_subclasses import inner_tensors, is_wrapper, rewrapped
 

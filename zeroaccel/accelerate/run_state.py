@@ -6,8 +6,8 @@ finally `run_state.json`, without which the folder is not a complete state. Stat
 and are never pickled. They load on any number of ranks; random generators exist per rank, and are restored only on the
 same number of ranks.
 
-`RunSaving` is the part of an `Accelerator` that collects the parts of the run and chooses folders (`project.py`). The
-module `model_saving.py` saves weights for other programs.
+`RunSaving` is the part of an `Accelerator` that collects the parts of the run and chooses folders (`project.py`), and
+`RunCalls` documents the calls. The module `model_saving.py` saves weights for other programs.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
+from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from zeroaccel.accelerate.accelerator_state import AcceleratorState
+from zeroaccel.accelerate.kwargs_handlers import note
 from zeroaccel.accelerate.memory_states import MemoryStates, StateSave, digest_of, folder_for_states
 from zeroaccel.accelerate.project import (
     STATE_NAME,
@@ -45,11 +47,11 @@ from zeroaccel.comm.agree import agreed, from_rank_0
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.config.bounds import parse_plain_json, read_at_most
 from zeroaccel.config.schema import PeerStates
-from zeroaccel.data import PreparedLoader
+from zeroaccel.data import PreparedLoader, skip_first_batches
+from zeroaccel.engine import EngineBase
 from zeroaccel.errors import CheckpointError, ConfigError, Preempted, UsageError
 from zeroaccel.logs import logger
 from zeroaccel.zero.access.safetensors_file import parse_header
-from zeroaccel.zero.engine_base import EngineBase
 
 PathLike = str | os.PathLike[str]
 SaveHook = Callable[[list[Any], list[Any], str], None]
@@ -345,6 +347,170 @@ class RunSaving:
             return states[-1] if states else None
 
         return from_rank_0(self._collectives, newest, "load_state: newest folder")
+
+
+class RunCalls:
+    """The calls of an `Accelerator` that save and load states to resume from; `RunSaving` implements them.
+
+    Attributes:
+        step: number of micro-steps in `accumulate` since the last update, which states contain.
+    """
+
+    step: int
+    _run: RunSaving
+
+    @property
+    def project_configuration(self) -> ProjectConfiguration:
+        """Settings of the project: its folders and the number of states to keep."""
+        return self._run.project
+
+    @property
+    def project_dir(self) -> str | None:
+        """Folder for states."""
+        return self._run.project.project_dir
+
+    @property
+    def logging_dir(self) -> str | None:
+        """Folder for tracker files."""
+        return self._run.project.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """Number of the next state, with automatic naming."""
+        return self._run.project.iteration
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Adds objects to every state, in the order of the calls.
+
+        Args:
+            objects: objects with `load_state_dict()` and a `state_dict()` of plain data and tensors. Every rank saves
+                the state of its own objects.
+
+        Raises:
+            UsageError: an object lacks one of the methods, or is already registered.
+
+        Example:
+            >>> import torch
+            >>> from zeroaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> average = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(4, 1))
+            >>> accelerator.register_for_checkpointing(average)
+        """
+        for obj in objects:
+            self._run.register(obj)
+
+    def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
+        """Registers `hook(models, weights, folder)`, which is called on every rank before a state is saved.
+
+        `weights` is empty because the weights are sharded; call `accelerator.get_state_dict(model)` to gather them.
+        """
+        return self._run.add_save_hook(hook)
+
+    def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
+        """Registers `hook(models, folder)`, which is called on every rank before a state is loaded."""
+        return self._run.add_load_hook(hook)
+
+    def save_state(
+        self, output_dir: PathLike | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
+    ) -> str:
+        """Saves everything that a resumed run needs: models, optimizers, schedulers, loader positions, random
+        generators and registered objects. (all ranks)
+
+        Args:
+            output_dir: a folder that all ranks share; an existing state in it is replaced. Defaults to the next
+                numbered folder of the project; the oldest states above `total_limit` are then removed.
+            safe_serialization: must be True; nothing is pickled.
+            save_model_func_kwargs: arguments of DeepSpeed's `save_checkpoint`. `exclude_frozen_parameters=True` raises
+                an error; the others have no effect, and a warning names them.
+
+        Returns:
+            The folder.
+
+        Raises:
+            CheckpointError: the state cannot be written; on every rank.
+            UsageError: an object has a state that is not plain data and tensors, or no folder is configured.
+            EngineStateError: an accumulation is unfinished; saving would lose its gradients.
+
+        Example:
+            >>> import torch
+            >>> from zeroaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> model = torch.nn.Linear(4, 1)
+            >>> model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+            >>> folder = accelerator.save_state("runs/first/epoch_1")
+        """
+        if not safe_serialization:
+            raise UsageError(
+                "save_state(safe_serialization)", expected="True: states are never pickled", got=safe_serialization
+            )
+        if save_model_func_kwargs.pop("exclude_frozen_parameters", False):
+            raise UsageError(
+                "save_state(exclude_frozen_parameters)",
+                expected="False, because resuming needs all weights",
+                got=True,
+                fix="remove it, or call engine.save_checkpoint(folder, exclude_frozen_parameters=True)",
+            )
+        for name in save_model_func_kwargs:
+            note(f"save_state({name}=...)", "no effect: a state is always saved as one complete folder")
+        return self._run.save(output_dir, self.step)
+
+    def load_state(
+        self,
+        input_dir: PathLike | None = None,
+        load_kwargs: Mapping[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> str:
+        """Resumes from a state. Prepare and register the same objects first. (all ranks)
+
+        Loaders continue after the last batch that they yielded. Start the loop over epochs at `dataloader.epoch`.
+
+        Args:
+            input_dir: folder of the state. Defaults to the newest complete state of the project or in memory.
+            load_kwargs, load_model_func_kwargs: arguments of torch's and DeepSpeed's loading functions. They have no
+                effect, and a warning names them.
+
+        Returns:
+            The folder.
+
+        Raises:
+            CheckpointError: the state is missing or damaged, or does not match this run; on every rank.
+
+        Example:
+            >>> import torch
+            >>> from zeroaccel import Accelerator, ProjectConfiguration
+            >>> project = ProjectConfiguration("runs/second", automatic_checkpoint_naming=True)
+            >>> accelerator = Accelerator(project_config=project)
+            >>> loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(8), batch_size=2))
+            >>> folder = accelerator.save_state()
+            >>> accelerator.load_state() == folder
+            True
+            >>> for epoch in range(loader.epoch, 3):
+            ...     for batch in loader:
+            ...         pass
+        """
+        for name in (*(load_kwargs or {}), *load_model_func_kwargs):
+            note(f"load_state({name}=...)", "no effect: weights are read into their shards, other state by its name")
+        folder, self.step = self._run.load(input_dir)
+        return folder
+
+    def resume(self) -> str | None:
+        """Loads the newest state of the project or in memory, as `load_state()`. (all ranks)
+
+        Returns:
+            The folder; None without a state.
+        """
+        found = self._run.resume()
+        if found is None:
+            return None
+        folder, self.step = found
+        return folder
+
+    def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+        """Returns `dataloader` with each of its epochs starting at batch `num_batches`.
+
+        Not needed after `load_state`, which restores loader positions; using both skips no batch twice.
+        """
+        return skip_first_batches(dataloader, num_batches)
 
 
 def _added(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:

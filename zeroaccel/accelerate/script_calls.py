@@ -21,9 +21,9 @@ from torch import nn
 
 from zeroaccel.accelerate.model_saving import unwrap_model, write_object
 from zeroaccel.config.launch.launch_file import FILE_NAME, user_config_folder
+from zeroaccel.engine import EngineBase
 from zeroaccel.errors import UsageError
 from zeroaccel.operations import collectives_of_process
-from zeroaccel.zero.engine_base import EngineBase
 
 _OUT_OF_MEMORY = (" out of memory.", "CUDNN_STATUS_NOT_SUPPORTED", "DefaultCPUAllocator: can't allocate memory")
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from zeroaccel.accelerate.accelerator_state import AcceleratorState
 from zeroaccel.accelerate.prepared_optimizer import GradientState
+from zeroaccel.engine import EngineBase
 from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.logs import log_once
-from zeroaccel.zero.engine_base import EngineBase
 from zeroaccel.zero.grad_norm import clip_factor
 
 

@@ -10,49 +10,50 @@ registered with transformers (`HfDeepSpeedConfig`), these enter `zero.Init` of t
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from zeroaccel.config import Fact, Facts, load_config
 from zeroaccel.config.auto_values import after, shown
 from zeroaccel.config.diagnostics import Provenance, at, dotted, names_meant, put
 from zeroaccel.config.document import key_paths, read_document
-from zeroaccel.config.launch.launch_settings import DEFAULT_STAGE
 from zeroaccel.config.launch.launch_sources import LaunchedSettings, from_environment
-from zeroaccel.config.launch.setting_table import SETTINGS
+from zeroaccel.config.launch.setting import Setting
+from zeroaccel.config.launch.setting_table import ROWS, SETTINGS
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.logs import log_note, log_once, logger
 from zeroaccel.zero.access.deferred_init import Init
 
-_DEVICES = ("none", "cpu", "nvme")
+_Init = TypeVar("_Init", bound=Callable[..., None])
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 
-# Values that replace "auto" if neither argument, config nor launcher sets one.
-_DEFAULTS = {
-    "zero_stage": DEFAULT_STAGE,
-    "offload_optimizer_device": "none",
-    "offload_param_device": "none",
-    "zero3_save_16bit_model": False,
-}
-_OF_LAUNCHES = {name: one for name, one in SETTINGS.items() if one.fact and one.json_path}
-# argument -> name of its fact, and its default
-_FACTS: Mapping[str, tuple[str, Any]] = {
-    **{name: (setting.fact, _DEFAULTS.get(name)) for name, setting in _OF_LAUNCHES.items()},
-    "train_micro_batch_size_per_gpu": ("micro_batch_size", None),
-}
+_SETTINGS = {name: row for name, row in ROWS.items() if row.json_path and row.fact_name}
+"""The settings that are arguments and facts of the config."""
 # fact -> its name in messages
-_KEYS = {fact: name for name, (fact, _) in _FACTS.items()} | {"precision": "mixed_precision"}
+_KEYS = {row.fact_name: name for name, row in ROWS.items() if row.fact_name}
 _PRECISION_PLACES = {"fp16": "fp16.enabled", "bf16": "bf16.enabled"}
 # argument -> its place in a config, with accelerate's spelling of the key for saving weights
 _PLACES = {
-    name: setting.json_path.replace("gather_16bit_weights", "stage3_gather_16bit_weights")
-    for name, setting in _OF_LAUNCHES.items()
+    name: row.json_path.replace("gather_16bit_weights", "stage3_gather_16bit_weights")
+    for name, row in _SETTINGS.items()
+    if name in SETTINGS
 }
+
+
+def _with_settings(init: _Init) -> _Init:
+    """Adds the settings that the constructor does not name to its signature, as keyword arguments."""
+    signature = inspect.signature(init)
+    *named, _ = signature.parameters.values()
+    more = [name for name in _SETTINGS if name not in signature.parameters]
+    added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Any) for name in more]
+    init.__signature__ = signature.replace(parameters=[*named, *added])  # type: ignore[attr-defined]
+    return init
 
 
 class ZeroPlugin:
@@ -78,12 +79,12 @@ class ZeroPlugin:
         transformer_moe_cls_names: comma-separated class names of leaf modules, whose parameters are gathered together.
             The engine finds mixtures of experts without them.
         enable_msamp, msamp_opt_level: rejected; 8-bit training is not available.
-        train_micro_batch_size_per_gpu: samples per rank and micro-step, if no loader is prepared. [the loader's]
-        frozen_weights: quantize frozen weight matrices, such as the base model under LoRA adapters: "int8", "nf4" or
-            "mxfp4". [off]
         peer_checkpoints: number of steps between two states in the memory of the machines
             (`checkpoint.peer.interval`), from which a run resumes after it has lost a rank. "auto" measures an
             interval; False disables these states. [off]
+        settings: the other settings of ZeRO with a key in the config, by their names in `zeroaccel launch`:
+            `frozen_weights`, `zero_hpz_partition_size`, `zero_quantized_weights`, `zero_quantized_gradients`; and
+            `train_micro_batch_size_per_gpu`, samples per rank and micro-step, if no loader is prepared.
 
     Attributes:
         deepspeed_config: the config as a plain dict; it may be changed until `prepare`, and keeps its "auto" values.
@@ -101,6 +102,7 @@ class ZeroPlugin:
     """
 
     @names_meant
+    @_with_settings
     def __init__(
         self,
         hf_ds_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
@@ -118,34 +120,33 @@ class ZeroPlugin:
         enable_msamp: bool | None = None,
         msamp_opt_level: str | None = None,
         *,
-        train_micro_batch_size_per_gpu: int | None = None,
-        frozen_weights: Literal["int8", "nf4", "mxfp4"] | None = None,
         peer_checkpoints: int | Literal["auto", False] | None = None,
+        **settings: Any,
     ) -> None:
+        typed = {**locals(), **settings}
         if enable_msamp or msamp_opt_level is not None:
             raise ConfigError(
                 "ZeroPlugin(enable_msamp, msamp_opt_level): 8-bit training is not available",
                 fix='remove them, and use mixed_precision="bf16"',
             )
-        settings, sources = launched()
+        launch, sources = launched()
         hf_ds_config = getattr(hf_ds_config, "config", hf_ds_config)  # of an HfDeepSpeedConfig
-        arguments = {
-            name: value for name, value in locals().items() if name in _FACTS and value is not None and value != "auto"
-        }
-        _check_arguments(arguments)
+        arguments = {name: value for name in _SETTINGS if (value := typed.get(name)) is not None and value != "auto"}
+        for name, value in arguments.items():
+            _check_argument(_SETTINGS[name], value)
         self.is_train_batch_min = is_train_batch_min
-        self._facts = _merged(arguments, settings, sources)
+        self._facts = _merged(arguments, launch, sources)
         self._name = "config"
         self._is_own = False
         self._places: dict[str, str] = {}
         self.deepspeed_config: dict[str, Any] = {}
-        self._read(hf_ds_config, settings, sources)
+        self._read(hf_ds_config, launch, sources)
         self._original = {dotted(path): at(self.deepspeed_config, path) for path in key_paths(self.deepspeed_config)}
-        self._leaf_classes(transformer_moe_cls_names, settings, sources)
+        self._leaf_classes(transformer_moe_cls_names, launch, sources)
         self._peer_states(peer_checkpoints)
         # Validated now, so that errors raise where the plugin is created; resolved only by `prepare`.
         load_config(self.deepspeed_config, sources=self.sources())
-        self._zero3_init = bool(zero3_init_flag if zero3_init_flag is not None else settings.zero3_init_flag)
+        self._zero3_init = bool(zero3_init_flag if zero3_init_flag is not None else launch.zero3_init_flag)
         self._transformers_config: object | None = None
         if self._zero3_init and self.zero_stage != 3:
             logger.warning("zero3_init_flag has no effect at stage %s; models are built unsharded", self.zero_stage)
@@ -288,7 +289,7 @@ class ZeroPlugin:
         """
         tree, sources = read_document(self.deepspeed_config).tree, self.sources()
         facts = gather_facts(also, self._facts)
-        fact_at = {place: getattr(facts, _FACTS[name][0]) for name, place in _PLACES.items()}
+        fact_at = {place: facts.by_name().get(_SETTINGS[name].fact_name) for name, place in _PLACES.items()}
         if (precision := facts.precision) is not None:
             fact_at |= {
                 place: Fact(precision.value == name, precision.source, precision.explicit)
@@ -343,7 +344,7 @@ class ZeroPlugin:
                 },
             }
             for name, place in _PLACES.items():
-                fact = getattr(self._facts, _FACTS[name][0])
+                fact = self._facts.by_name().get(_SETTINGS[name].fact_name)
                 if fact is not None:
                     put(self.deepspeed_config, place.split("."), fact.value)
                     self._places[place] = fact.source
@@ -404,7 +405,7 @@ class ZeroPlugin:
             value = at(self.deepspeed_config, key)
             if value is not None and value != "auto":
                 return value
-        fact = getattr(self._facts, _FACTS[name][0])
+        fact = self._facts.by_name().get(_SETTINGS[name].fact_name)
         if fact is None:
             return default
         written = at(self.deepspeed_config, _PLACES[name]) is not None
@@ -430,10 +431,10 @@ def gather_facts(*several: Facts) -> Facts:
     Raises:
         ConfigError: two explicit facts differ; the message names both sources.
     """
-    merged: dict[str, Any] = dict(vars(Facts()))
+    merged: dict[str, Any] = Facts().by_name()
     for facts in several:
-        for name, fact in vars(facts).items():
-            first = merged[name]
+        for name, fact in facts.by_name().items():
+            first: Any = merged.get(name)
             if isinstance(fact, bool):
                 merged[name] = first or fact
             elif fact is not None and (first is None or (fact.explicit and not first.explicit)):
@@ -444,38 +445,34 @@ def gather_facts(*several: Facts) -> Facts:
                     f"from {fact.source}",
                     fix=f"write {shown(first.value)} in both places, or remove one of the two",
                 )
-    return Facts(**merged)
+    return Facts.named(merged)
 
 
 def _merged(arguments: Mapping[str, Any], settings: LaunchedSettings, sources: Mapping[str, str]) -> Facts:
-    in_code: dict[str, Any] = {
-        _FACTS[name][0]: Fact(value, f"ZeroPlugin({name}={value!r})") for name, value in arguments.items()
-    }
-    by_launcher: dict[str, Any] = {
-        _FACTS[name][0]: Fact(getattr(settings, name), sources[name], sources[name] != "default")
-        for name in _FACTS
-        if getattr(settings, name, None) is not None
-    }
-    default: dict[str, Any] = {
-        fact: Fact(value, "default", False) for fact, value in _FACTS.values() if value is not None
-    }
-    return gather_facts(Facts(**in_code), Facts(**by_launcher), Facts(**default))
+    in_code: dict[str, Any] = {}
+    by_launcher: dict[str, Any] = {}
+    default: dict[str, Any] = {}
+    for name, row in _SETTINGS.items():
+        if name in arguments:
+            in_code[row.fact_name] = Fact(arguments[name], f"ZeroPlugin({name}={arguments[name]!r})")
+        if (value := getattr(settings, name, None)) is not None:
+            by_launcher[row.fact_name] = Fact(value, sources[name], sources[name] != "default")
+        if row.unresolved is not None:
+            default[row.fact_name] = Fact(row.unresolved, "default", False)
+    return gather_facts(*map(Facts.named, (in_code, by_launcher, default)))
 
 
-def _check_arguments(arguments: Mapping[str, Any]) -> None:
-    stage = arguments.get("zero_stage")
-    if stage is not None and (type(stage) is not int or stage not in (0, 1, 2, 3)):
-        raise ConfigError("ZeroPlugin(zero_stage)", expected="0, 1, 2 or 3", got=stage)
-    for name in ("offload_optimizer_device", "offload_param_device"):
-        if arguments.get(name, "none") not in _DEVICES:
-            raise ConfigError(f"ZeroPlugin({name})", expected='"none", "cpu" or "nvme"', got=arguments[name])
-    for name in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"):
-        count = arguments.get(name, 1)
-        if type(count) is not int or count < 1:
-            raise ConfigError(f"ZeroPlugin({name})", expected="a whole number of at least 1", got=count)
-    clipping = arguments.get("gradient_clipping", 0.0)
-    if isinstance(clipping, bool) or not isinstance(clipping, (int, float)) or not clipping >= 0:
-        raise ConfigError("ZeroPlugin(gradient_clipping)", expected="a number of at least 0", got=clipping)
+def _check_argument(row: Setting, value: Any) -> None:
+    """Checks a value that the plugin itself reads; the config checks the others, with their source."""
+    place = f"ZeroPlugin({row.name})"
+    if row.choices and row.unresolved is not None:
+        if type(value) is not type(row.choices[0]) or value not in row.choices:
+            expected = row.expected or "{}, {} or {}".format(*(shown(choice) for choice in row.choices))
+            raise ConfigError(place, expected=expected, got=value)
+    elif row.kind == "count" and (type(value) is not int or value < 1):
+        raise ConfigError(place, expected="a whole number of at least 1", got=value)
+    elif row.kind == "number" and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0):
+        raise ConfigError(place, expected="a number of at least 0", got=value)
 
 
 # -- models that are sharded while they are created

@@ -1,7 +1,7 @@
 """The checkpoint calls of an engine: their checks, the agreement between ranks, and their order with training.
 
-`initialize` gives the engine a `Checkpointer`, to which the engine's calls delegate, so that `zero/` does not import
-`checkpoint/`. `save`, `background_save`, `loader` and `weights` do the work.
+An engine (`zeroaccel/engine.py`) has a `Checkpointer`, to which its calls delegate; the core in `zero/` knows none.
+`save`, `background_save`, `loader` and `weights` do the work.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Collection
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,19 +41,42 @@ from zeroaccel.checkpoint.weights import consolidated_state_dict, save_model_fil
 from zeroaccel.checkpoint.zero_to_fp32 import CHUNK_NBYTES
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.environment import is_in_launcher_memory
-from zeroaccel.config.parallel import ParallelConfig
 from zeroaccel.config.schema import Checkpoint
 from zeroaccel.errors import CheckpointError, EngineStateError, Preempted
 from zeroaccel.logs import logger
 from zeroaccel.telemetry.timeline import named_range
-from zeroaccel.zero.engine_base import EngineBase
+from zeroaccel.zero.engine_core import EngineCore
 from zeroaccel.zero.precision import DynamicLossScale
 
 PathLike = str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
-class _LoadOptions:
+class SavingRules:
+    """The facts on which the checkpoints of an engine depend, besides the engine itself.
+
+    Attributes:
+        section: section `checkpoint` of the config.
+        whole: the model before an axis of the mesh removed parameters; None if no axis did.
+        mesh: sizes of the mesh's axes, as words.
+    """
+
+    section: Checkpoint = field(default_factory=Checkpoint)
+    whole: WholeModel | None = None
+    mesh: str = ""
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """Options of `save_checkpoint`: what to save besides the training, and whether a load without a tag finds it."""
+
+    client_state: dict[str, Any] | None = None
+    save_latest: bool = True
+    exclude_frozen: bool | None = None
+
+
+@dataclass(frozen=True)
+class LoadOptions:
     """Options of `load_checkpoint`: strictness, and the parts to load besides the weights."""
 
     strict: bool
@@ -66,32 +89,20 @@ _MOST_LISTINGS = 5  # of a folder from which another job removes checkpoints
 
 
 class Checkpointer:
-    """Saves and loads one engine. `Engine` documents the calls; all ranks must make them.
+    """Saves and loads one engine. `EngineBase` documents the calls; all ranks must make them.
 
     At most one save runs in the background: the next save or load waits until it has finished, the next update until
     it has copied the tensors.
-
-    Args:
-        section: section `checkpoint` of the config; None for its defaults.
-        whole: the model before an axis of the mesh removed parameters; None if no axis did.
-        mesh: sizes of the mesh's axes.
 
     Attributes:
         loaded: bytes that the last `load_checkpoint` read; None before.
     """
 
-    def __init__(
-        self,
-        engine: EngineBase,
-        section: Checkpoint | None = None,
-        whole: WholeModel | None = None,
-        mesh: ParallelConfig | None = None,
-    ) -> None:
+    def __init__(self, engine: EngineCore, rules: SavingRules) -> None:
         self._engine = engine
-        self._whole = whole
-        self._mesh = "" if mesh is None else mesh.described
+        self._whole, self._mesh = rules.whole, rules.mesh
         self._ranks = engine.collectives.job
-        self._section = section = section or Checkpoint()
+        self._section = section = rules.section
         staging_nbytes = section.staging_nbytes if section.async_save else 4 * CHUNK_NBYTES
         self._staging = Staging(staging_nbytes, pinned=self._is_on_device)
         self._state_staging = Staging(4 * CHUNK_NBYTES, pinned=self._is_on_device)  # for `begin_save`
@@ -109,19 +120,9 @@ class Checkpointer:
 
     # -- saving
 
-    def save_checkpoint(
-        self,
-        save_dir: PathLike,
-        tag: object,
-        client_state: dict[str, Any] | None,
-        save_latest: bool,
-        *,
-        exclude_frozen: bool | None,
-    ) -> None:
+    def save_checkpoint(self, save_dir: PathLike, tag: object, options: SaveOptions) -> None:
         self.wait()
-        save = self._prepared(
-            save_dir, tag, self._staging, client_state, save_latest=save_latest, exclude_frozen=exclude_frozen
-        )
+        save = self._prepared(save_dir, tag, self._staging, options)
         # After `prepare` the ranks agree on everything, so writing needs no collectives and can run in the background
         # while training issues its own.
         if self._section.async_save:
@@ -136,39 +137,31 @@ class Checkpointer:
 
         Updates, loads and `wait` block until the save has copied its tensors.
         """
-        save = self._prepared(folder, tag, self._state_staging)
+        save = self._prepared(folder, tag, self._state_staging, SaveOptions())
         self._copied = save.writer.copied
         return save
 
-    def _prepared(
-        self,
-        save_dir: PathLike,
-        tag: object,
-        staging: Staging,
-        client_state: dict[str, Any] | None = None,
-        *,
-        save_latest: bool = True,
-        exclude_frozen: bool | None = None,
-    ) -> Save:
+    def _prepared(self, save_dir: PathLike, tag: object, staging: Staging, options: SaveOptions) -> Save:
         self.prepare_to_save("save_checkpoint")
         engine = self._engine
         with agreed(self._ranks, "save_checkpoint: state"):
             self._require_boundary()
-            excludes = self._section.exclude_frozen_parameters if exclude_frozen is None else exclude_frozen
+            excludes = options.exclude_frozen
+            excludes = self._section.exclude_frozen_parameters if excludes is None else excludes
             parameters, base = left_out(engine.module, excludes)
         request = SaveRequest(
             save_dir,
             f"global_step{engine.global_steps}" if tag is None else tag,
-            client_state if client_state is not None else {},
+            options.client_state if options.client_state is not None else {},
             parameters,
             base,
-            CommitRules(save_latest, self._section.keep_last, is_shared=not is_in_launcher_memory(save_dir)),
+            CommitRules(options.save_latest, self._section.keep_last, is_shared=not is_in_launcher_memory(save_dir)),
         )
         return prepare(request, self.state(), self._progress(), staging)
 
     def save_and_leave(self, save_dir: PathLike) -> None:
         """Saves a checkpoint, waits until it is complete, and raises Preempted."""
-        self.save_checkpoint(save_dir, None, None, True, exclude_frozen=None)
+        self.save_checkpoint(save_dir, None, SaveOptions())
         self.wait()
         raise Preempted(f"saved checkpoint {os.path.abspath(save_dir)} at step {self._engine.global_steps}")
 
@@ -200,16 +193,15 @@ class Checkpointer:
     # -- loading
 
     def load_checkpoint(
-        self, load_dir: PathLike, tag: object, *, strict: bool, optimizer: bool, scheduler: bool, progress: bool
+        self, load_dir: PathLike, tag: object, options: LoadOptions
     ) -> tuple[str | None, dict[str, Any]]:
         engine = self._engine
         self._prepare_to_load()
         root = Path(os.path.abspath(load_dir))
-        options = _LoadOptions(
-            strict,
-            optimizer and engine.sharded_optimizer is not None,
-            scheduler and engine.lr_scheduler is not None,
-            progress,
+        options = replace(
+            options,
+            optimizer=options.optimizer and engine.sharded_optimizer is not None,
+            scheduler=options.scheduler and engine.lr_scheduler is not None,
         )
         if tag == "auto":
             return self._load_newest(root, options)
@@ -230,7 +222,7 @@ class Checkpointer:
             if not unit.persistent:
                 unit.reshard()
 
-    def _find(self, root: Path, tag: object, options: _LoadOptions) -> tuple[Path, TensorStore]:
+    def _find(self, root: Path, tag: object, options: LoadOptions) -> tuple[Path, TensorStore]:
         engine = self._engine
         if is_deepspeed_checkpoint(root, tag):
             scheduler = None if engine.lr_scheduler is None else type(engine.lr_scheduler).__name__
@@ -247,7 +239,7 @@ class Checkpointer:
         folder, manifest = find_checkpoint(root, tag, complete=not is_in_launcher_memory(root))
         return folder, TensorStore(folder, manifest)
 
-    def _load_newest(self, root: Path, options: _LoadOptions) -> tuple[str | None, dict[str, Any]]:
+    def _load_newest(self, root: Path, options: LoadOptions) -> tuple[str | None, dict[str, Any]]:
         for attempt in range(_MOST_LISTINGS):
             candidates: list[Path] = []
             skipped: list[str] = []
@@ -277,7 +269,7 @@ class Checkpointer:
             return None, {}
         raise CheckpointError(f"{root}: no valid checkpoint", got="; ".join(skipped))
 
-    def _load(self, folder: Path, opened: TensorStore, options: _LoadOptions) -> dict[str, Any]:
+    def _load(self, folder: Path, opened: TensorStore, options: LoadOptions) -> dict[str, Any]:
         engine = self._engine
         manifest = opened.manifest
         self._require_same(folder, manifest)
@@ -322,7 +314,7 @@ class Checkpointer:
         note_files(state, store, where)
         return store.names
 
-    def _load_progress(self, store: TensorStore, options: _LoadOptions) -> None:
+    def _load_progress(self, store: TensorStore, options: LoadOptions) -> None:
         engine = self._engine
         manifest = store.manifest
         if options.scheduler and manifest.lr_scheduler is None:

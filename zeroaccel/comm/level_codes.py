@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zeroaccel.comm.quantized import INT8, Codec, CodeLayout, dequantize, pack, quantize
+from zeroaccel.comm.quantized import INT8, Codec, CodeLayout, dequantize, dequantize_rows, pack, quantize
 from zeroaccel.ops import kernels
 from zeroaccel.ops.device_kernels import kernels_for
 from zeroaccel.ops.dispatch import LOOP_DEVICES, launch, unowned_array
@@ -141,15 +141,10 @@ def decode(code: Tensor, codec: AnyCodec, out: Tensor) -> None:
     if isinstance(codec, Codec):
         dequantize(code, codec, out)
         return
-    scales, codes = codec.views(code, out.numel())
     if out.device.type not in LOOP_DEVICES:
-        device_kernels = kernels_for(out.device)
-        if device_kernels is None:
-            _decode_in_torch(out.detach(), codec, scales, codes)
-        else:
-            levels_there = _table_on(out.device, codec)
-            device_kernels.decode_levels(scales, codes, out.detach(), levels_there, codec.block_numel)
+        decode_rows(code.view(1, -1), codec, out.view(1, -1))
         return
+    scales, codes = codec.views(code, out.numel())
     block, levels = codec.block_numel, _table(codec)
 
     def bind() -> Callable[[int, int], None]:
@@ -159,6 +154,25 @@ def decode(code: Tensor, codec: AnyCodec, out: Tensor) -> None:
         )
 
     launch("decode_levels", out.numel(), bind, reads=[scales, codes], writes=[out])
+
+
+def decode_rows(codes: Tensor, codec: AnyCodec, out: Tensor) -> None:
+    """Decodes several codes, as `decode` does: (K, codec.nbytes(n)) into (K, n), both contiguous.
+
+    On CUDA, one launch for all of them.
+    """
+    device_kernels = None if isinstance(codec, Codec) else kernels_for(out.device)
+    if isinstance(codec, Codec):
+        dequantize_rows(codes, codec, out)
+    elif device_kernels is not None:
+        layout = codec.block_numel, codec.scales_nbytes(out.shape[1])
+        exponents = codec.scale_dtype is torch.uint8
+        levels = _table_on(out.device, codec)
+        device_kernels.decode_levels(codes, out.detach(), levels, *layout, has_exponents=exponents)
+    else:
+        into = decode if out.device.type in LOOP_DEVICES else _decode_in_torch
+        for code, part in zip(codes, out.detach(), strict=True):
+            into(code, codec, part)
 
 
 def _table(codec: LevelCodec) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
@@ -202,7 +216,8 @@ def _encode_in_torch(values: Tensor, codec: LevelCodec, scales: Tensor, codes: T
         codes[start : start + packed.numel()] = packed
 
 
-def _decode_in_torch(out: Tensor, codec: LevelCodec, scales: Tensor, codes: Tensor) -> None:
+def _decode_in_torch(code: Tensor, codec: LevelCodec, out: Tensor) -> None:
+    scales, codes = codec.views(code, out.numel())
     assert out.numel() % codec.block_numel == 0, f"{out.numel()} values are not whole blocks"
     rows, packed = out.view(-1, codec.block_numel), codes.view(-1, codec.block_numel // 2)
     levels = _table_on(out.device, codec)

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from zeroaccel.compat.device_accelerator import get_accelerator
 from zeroaccel.config import Config, load_config
+from zeroaccel.engine import EngineBase
 from zeroaccel.errors import UsageError
 from zeroaccel.logs import log_once, logger, set_log_level
 from zeroaccel.nested import map_tensors
@@ -26,7 +27,6 @@ from zeroaccel.seeds import set_seed
 from zeroaccel.telemetry.step_report import memory_now
 from zeroaccel.telemetry.trackers import Monitors, build_monitors
 from zeroaccel.zero import GatheredParameters, safe_get_full_grad, safe_set_full_grad
-from zeroaccel.zero.engine_base import EngineBase
 
 P = ParamSpec("P")
 R = TypeVar("R")

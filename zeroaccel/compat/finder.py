@@ -89,14 +89,15 @@ class _FacadeLoader(Loader):
 
 
 class _PatchingLoader(SourceFileLoader):
-    """Loads a module of a library and replaces a method of one of its classes."""
+    """Loads a module of a library and replaces methods of its classes."""
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
-        name, method, change = _PATCHED[module.__name__]
-        owner = getattr(module, name)
-        _ORIGINALS[owner, method] = vars(owner)[method]
-        setattr(owner, method, change(vars(owner)[method]))
+        for name, method, change in _PATCHED[module.__name__]:
+            owner = getattr(module, name)
+            if method in vars(owner):
+                _ORIGINALS[owner, method] = vars(owner)[method]
+                setattr(owner, method, change(vars(owner)[method]))
 
 
 _ORIGINALS: dict[tuple[type, str], Any] = {}
@@ -105,17 +106,21 @@ _ORIGINALS: dict[tuple[type, str], Any] = {}
 def _sharded_while_loading(original: Any) -> Any:
     """Returns a `from_pretrained` that builds a quantized base within `zero.Init`; transformers would not shard it.
 
-    At stage 3, it also forgets unused renamings of weights, as transformers does elsewhere.
+    Its models remember the conversions of weights that a save has to reverse, and no others.
     """
 
     @functools.wraps(original.__func__)
     def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
         quantization = kwargs.get("quantization_config") or getattr(kwargs.get("config"), "quantization_config", None)
         calls = import_module("zeroaccel.compat.transformers_calls")
+        path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+        import_module("zeroaccel.compat.transformers_loading").check_folder(
+            path, kwargs.get("subfolder", ""), kwargs.get("variant")
+        )
         if quantization is None:
-            return calls.without_unused_renamings(original.__func__(cls, *args, **kwargs))
+            return calls.with_own_conversions(original.__func__(cls, *args, **kwargs))
         with calls.init_of_quantized(quantization):
-            return calls.without_unused_renamings(original.__func__(cls, *args, **kwargs))
+            return calls.with_own_conversions(original.__func__(cls, *args, **kwargs))
 
     return classmethod(from_pretrained)
 
@@ -151,13 +156,28 @@ def _rows_on_any_device(original: Any) -> Any:
     return collect
 
 
-_PATCHED: Mapping[str, tuple[str, str, Callable[[Any], Any]]] = {
-    "accelerate.utils.deepspeed": ("HfDeepSpeedConfig", "__init__", _with_places),
-    "transformers.modeling_utils": ("PreTrainedModel", "from_pretrained", _sharded_while_loading),
-    "transformers.trainer": ("Trainer", "train", _saving_states),
-    "peft.tuners.trainable_tokens.layer": ("TrainableTokensLayer", "_collect_token_weights", _rows_on_any_device),
+def _by_ranges(original: Any) -> Any:
+    """Returns a `_load_pretrained_model` that reads each rank's shards from the files at stage 3."""
+    if not isinstance(original, staticmethod):  # transformers 4, whose method has other arguments
+        return original
+
+    @functools.wraps(original.__func__)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        return import_module("zeroaccel.compat.transformers_loading").load(original.__func__, *args, **kwargs)
+
+    return staticmethod(load)
+
+
+_PATCHED: Mapping[str, Sequence[tuple[str, str, Callable[[Any], Any]]]] = {
+    "accelerate.utils.deepspeed": [("HfDeepSpeedConfig", "__init__", _with_places)],
+    "transformers.modeling_utils": [
+        ("PreTrainedModel", "from_pretrained", _sharded_while_loading),
+        ("PreTrainedModel", "_load_pretrained_model", _by_ranges),
+    ],
+    "transformers.trainer": [("Trainer", "train", _saving_states)],
+    "peft.tuners.trainable_tokens.layer": [("TrainableTokensLayer", "_collect_token_weights", _rows_on_any_device)],
 }
-"""Module -> (class, method, function that returns its replacement)."""
+"""Module -> (class, method, function that returns its replacement), for each patch."""
 
 
 class _Distribution(Distribution):

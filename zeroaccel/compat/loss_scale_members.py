@@ -11,8 +11,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from zeroaccel.engine import EngineBase
 from zeroaccel.errors import EngineStateError, UsageError
-from zeroaccel.zero.engine_base import EngineBase
 
 
 class _Extended:

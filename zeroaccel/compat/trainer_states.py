@@ -30,9 +30,9 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.config import load_config
 from zeroaccel.config.bounds import read_at_most
 from zeroaccel.config.schema import PeerStates
+from zeroaccel.engine import EngineBase
 from zeroaccel.errors import CheckpointError
 from zeroaccel.operations import collectives_of_process
-from zeroaccel.zero.engine_base import EngineBase
 
 _TRAINER_STATE = "trainer_state.json"  # Trainer's file names
 _SCHEDULER = "scheduler.pt"

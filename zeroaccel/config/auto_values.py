@@ -64,6 +64,7 @@ class Facts:
         lr, weight_decay, betas, eps: arguments of the optimizer.
         warmup_num_steps, total_num_steps: optimizer steps of the schedule.
         training: True if the caller passes an optimizer, which requires batch sizes.
+        more: facts of further settings of a launch, by the name in `setting_table`.
     """
 
     hidden_size: Fact[int] | None = None
@@ -89,6 +90,17 @@ class Facts:
     warmup_num_steps: Fact[int] | None = None
     total_num_steps: Fact[int] | None = None
     training: bool = False
+    more: Mapping[str, Fact[Any]] = field(default_factory=dict)
+
+    @classmethod
+    def named(cls, facts: Mapping[str, Any]) -> Facts:
+        """Returns these facts; those without a field become `more`."""
+        known = {name: fact for name, fact in facts.items() if name in cls.__dataclass_fields__}
+        return cls(**known, more={name: fact for name, fact in facts.items() if name not in known})
+
+    def by_name(self) -> dict[str, Any]:
+        """Returns every fact by its name."""
+        return {**{name: fact for name, fact in vars(self).items() if name != "more"}, **self.more}
 
 
 @dataclass(frozen=True)
@@ -169,7 +181,7 @@ def _sized(key: str, formula: str, size: Callable[[int], int]) -> Rule:
 
 def _fact(name: str, meaning: Callable[[Any], Any] = lambda value: value) -> Filler:
     def fill(inputs: RuleInputs) -> Fact[Any] | None:
-        fact: Fact[Any] | None = getattr(inputs.facts, name)
+        fact: Fact[Any] | None = inputs.facts.by_name().get(name)
         return None if fact is None else Fact(meaning(fact.value), fact.source, fact.explicit)
 
     return fill
@@ -250,7 +262,7 @@ def _peak(inputs: RuleInputs) -> Fact[float] | None:
 
 
 RULES: tuple[Rule, ...] = (
-    *(_stated(one.json_path, one.fact) for one in SETTINGS.values() if one.fact and "." in one.json_path),
+    *(_stated(one.json_path, one.fact_name) for one in SETTINGS.values() if one.fact_name and "." in one.json_path),
     _sized("reduce_bucket_size", "hidden^2", lambda hidden: hidden * hidden),
     # Not 9 * hidden^2 // 10: libraries that write "auto" here truncate this floating-point product.
     _sized("prefetch_bucket_size", "int(0.9 * hidden^2)", lambda hidden: int(0.9 * hidden * hidden)),

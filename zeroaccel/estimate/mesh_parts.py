@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from zeroaccel.config.parallel import ParallelConfig
+from zeroaccel.engine import Engine
 from zeroaccel.estimate.decoder import Decoder
 from zeroaccel.estimate.fake_ranks import FakeRanks, SentBytes
 from zeroaccel.estimate.subject import Step, Subject, predict_tokens
 from zeroaccel.estimate.workload import Workload
 from zeroaccel.parallel.axes import AXES
 from zeroaccel.setup.axis_estimate import AxisEstimate, EstimatedJob, Schedule
-from zeroaccel.zero.engine import Engine
 from zeroaccel.zero.layout import Split
 
 PHASES = ("forward", "backward", "step")

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from zeroaccel.config import load_config, overlaps_communication
+from zeroaccel.engine import Engine
 from zeroaccel.errors import UsageError
 from zeroaccel.estimate.adapters import adapt
 from zeroaccel.estimate.extrapolate import MemoryTrace, Moment, changes_of, extrapolate_depth
@@ -37,7 +38,6 @@ from zeroaccel.setup.axis_estimate import Schedule
 from zeroaccel.setup.build import build
 from zeroaccel.setup.job import JobSpec
 from zeroaccel.setup.plan import TrainPlan
-from zeroaccel.zero.engine import Engine
 from zeroaccel.zero.grad_norm import GradCheck, GradStats
 from zeroaccel.zero.grad_reducer import ReduceRules
 from zeroaccel.zero.param_unit import FlatBuffer

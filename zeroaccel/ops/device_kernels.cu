@@ -905,10 +905,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) sum_codes(
 }
 
 // Decodes 4-bit indices of `levels` (16,): the format of `comm/level_codes.py`, in blocks whose size is a power of two,
-// at least 8 values. Scales are float32, or exponents of powers of two. A thread decodes four bytes.
+// at least 8 values. Scales are float32, or exponents of powers of two. A thread decodes four bytes; row blockIdx.y of
+// `out` has the values of that row of `code`.
 extern "C" __global__ void __launch_bounds__(THREADS) decode_levels(
-    const void* scales, const u8* codes, void* out, const float* levels, i64 numel, int kind, int block,
+    const u8* code, void* out, const float* levels, i64 numel, i64 code_nbytes, int codes_at, int kind, int block,
     int has_exponents) {
+    const u8 *scales = code + blockIdx.y * code_nbytes, *codes = scales + codes_at;
     __shared__ float table[16];
     if (threadIdx.x < 16) table[threadIdx.x] = levels[threadIdx.x];
     __syncthreads();
@@ -916,7 +918,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_levels(
     if (2 * byte >= numel) return;
     int half = block / 2;
     i64 index = byte >> (31 - __clz(half)), first = byte + index * half;
-    u32 size = has_exponents ? ((const u8*)scales)[index] : ((const u32*)scales)[index];
+    u32 size = has_exponents ? scales[index] : ((const u32*)scales)[index];
     if (has_exponents) size = size == 255u ? NAN_BITS : size << 23;
     u32 word = 0;
     if ((u64)codes % 4 == 0) {
@@ -931,7 +933,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_levels(
         for (int k = 0; k < 4; ++k) {
             values[k] = mul_rn(table[word >> (8 * k + 4 * upper) & 15u], float_of_bits(size));
         }
-        i64 at = first + upper * half;
+        i64 at = blockIdx.y * numel + first + upper * half;
         if (takes_four(out, at, kind)) {
             store_four(out, at, values, kind);
         } else {

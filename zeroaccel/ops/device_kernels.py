@@ -237,23 +237,25 @@ class DeviceKernels:
             reads = [codes, out] if adds else [codes]
             self.launch("decode", arguments, reads=reads, writes=[out], blocks=blocks, rows=rows)
 
-    def decode_levels(self, scales: Tensor, codes: Tensor, out: Tensor, levels: Tensor, block_numel: int) -> None:
+    def decode_levels(
+        self, code: Tensor, out: Tensor, levels: Tensor, block_numel: int, codes_at: int, *, has_exponents: bool
+    ) -> None:
         """Writes the values of codes that are indices of levels; see `comm/level_codes.py`.
 
         Args:
-            scales: (n / block_numel,) float32, or uint8 for powers of two.
-            codes: (n / 2,) uint8.
-            out: (n,) float32, bfloat16 or float16, in whole blocks.
+            code: (K, nbytes) uint8; in a row, scales, (n / block_numel,) float32, or uint8 for powers of two, and from
+                byte `codes_at` the codes, (n / 2,).
+            out: (K, n) float32, bfloat16 or float16, in whole blocks.
             levels: (16,) float32.
             block_numel: a power of two, at least 8.
         """
-        numel = out.numel()
+        rows, numel = out.shape
         assert numel % block_numel == 0, f"{numel} values are not whole blocks"
         if numel:
-            numbers = _int32(_KINDS[out.dtype], block_numel, scales.dtype is torch.uint8)
-            arguments: list[Argument] = [scales, codes, out, levels, np.int64(numel), *numbers]
+            numbers = _code_numbers(numel, code, codes_at, _KINDS[out.dtype], block_numel, has_exponents)
+            arguments = [code, out, levels, *numbers]
             blocks = -(-numel // (8 * _THREADS))
-            self.launch("decode_levels", arguments, reads=[scales, codes, levels], writes=[out], blocks=blocks)
+            self.launch("decode_levels", arguments, reads=[code, levels], writes=[out], blocks=blocks, rows=rows)
 
     def sum_codes(
         self,

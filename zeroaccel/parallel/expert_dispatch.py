@@ -37,7 +37,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
@@ -46,6 +48,8 @@ from zeroaccel.errors import UsageError
 from zeroaccel.telemetry.timeline import named_range
 
 WHERE = "expert parallelism"
+
+Numbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -143,19 +147,40 @@ def route(experts: Experts, ranks: Collectives, buffer_nbytes: int, choices: Ten
     own[count + 1].fill_(row_nbytes)
     table = own.new_empty(size, len(own))
     ranks.all_gather(table.view(-1), own, "count tokens").wait()
-    on_host = table.cpu()
-    _check_agreed(experts.name, on_host[:, count:].tolist(), ranks)
-    of_ranks, on_host = (each[:, :count].unflatten(1, (size, -1)) for each in (table, on_host))  # from, to, expert
-    incoming, outgoing = on_host[:, me], on_host[me]
+    on_host = _HostCopy(table)
+    # Before the host waits, so that the device has work meanwhile; ignored choices are last.
+    order = places.argsort(stable=True)
+    counts = on_host.wait()
+    _check_agreed(experts.name, counts[:, count:].tolist(), ranks)
+    counts = counts[:, :count].reshape(size, size, -1)  # from, to, expert
+    incoming, outgoing = counts[:, me], counts[me]
+    arriving = table[:, :count].unflatten(1, (size, -1))[:, me]
     fullest = int(incoming.sum(0).max())
-    order = places.argsort(stable=True)[: int(outgoing.sum())]
     routes = []
-    for first, last in _chunks(on_host, buffer_nbytes // max(1, row_nbytes)):
+    for first, last in _chunks(counts, buffer_nbytes // max(1, row_nbytes)):
         sent, received = outgoing[:, first:last].sum(1).tolist(), incoming[:, first:last].sum(1).tolist()
         ids = torch.arange(last - first, device=places.device).repeat(size)
-        ids = ids.repeat_interleave(of_ranks[:, me, first:last].reshape(-1), output_size=sum(received))
+        ids = ids.repeat_interleave(arriving[:, first:last].reshape(-1), output_size=sum(received))
         routes.append(Route(first, last, sent, received, ids, fullest))
-    return order, routes
+    return order[: int(outgoing.sum())], routes
+
+
+class _HostCopy:
+    """A copy of a tensor in page-locked host memory; on a CPU, the tensor itself."""
+
+    def __init__(self, source: Tensor) -> None:
+        self._host, self._event = source, None
+        if source.device.type != "cpu":
+            streams = torch.get_device_module(source.device)
+            self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source, non_blocking=True)
+            self._event = streams.Event()
+            self._event.record(streams.current_stream(source.device))
+
+    def wait(self) -> Numbers:
+        """Blocks the host until the copy is complete; later work on the device does not delay it."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.numpy()
 
 
 def _check_agreed(name: str, of_ranks: Sequence[Sequence[int]], ranks: Collectives) -> None:
@@ -176,21 +201,22 @@ def _check_agreed(name: str, of_ranks: Sequence[Sequence[int]], ranks: Collectiv
             )
 
 
-def _chunks(counts: Tensor, most: int) -> Iterator[tuple[int, int]]:
+def _chunks(counts: Numbers, most: int) -> Iterator[tuple[int, int]]:
     """Yields the range (first, last) of experts in each chunk, without `last`; the same on all ranks.
 
     Args:
         counts: (P, P, E / P) rows from a rank, to a rank, for one of its experts.
         most: largest number of rows that a rank may send or receive at a time, except for one expert.
     """
-    loads = torch.cat([counts.sum(0), counts.sum(1)])  # received and sent by each rank, (2 P, E / P)
-    first, rows = 0, torch.zeros_like(loads[:, 0])
-    for expert in range(loads.shape[1]):
-        rows = rows + loads[:, expert]
-        if expert > first and int(rows.max()) > most:
-            yield first, expert
-            first, rows = expert, loads[:, expert]
-    yield first, loads.shape[1]
+    # Received and sent by each rank up to and including each expert, (2 P, E / P).
+    totals = np.concatenate([counts.sum(0), counts.sum(1)]).cumsum(1)
+    first, before = 0, np.zeros_like(totals[:, 0])
+    if (totals[:, -1] > most).any():
+        for expert in range(1, totals.shape[1]):
+            if ((totals[:, expert] - before) > most).any():
+                yield first, expert
+                first, before = expert, totals[:, expert - 1]
+    yield first, totals.shape[1]
 
 
 def even_route(experts: Experts, ranks: Collectives, buffer_nbytes: int, choices: Tensor, hidden: Tensor) -> Routes:

@@ -20,6 +20,7 @@ from zeroaccel.comm.pipeline_group import PipelineGroup
 from zeroaccel.comm.topology import Topology
 from zeroaccel.config import Config
 from zeroaccel.config.parallel import INTERLEAVED, ZERO_BUBBLE, ParallelConfig, PipelineConfig
+from zeroaccel.engine import Engine, EngineBase
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.optim.optimizer_kinds import OptimizerKind
 from zeroaccel.parallel.pipeline_cut import Stage, cut, divide, own_params
@@ -27,8 +28,6 @@ from zeroaccel.setup.axis import Axis
 from zeroaccel.setup.axis_estimate import AxisEstimate, EstimatedJob, Schedule, Shape
 from zeroaccel.setup.job import JobSpec
 from zeroaccel.setup.optimizer_plan import OptimizerPlan
-from zeroaccel.zero.engine import Engine
-from zeroaccel.zero.engine_base import EngineBase
 from zeroaccel.zero.from_config import EngineSettings
 from zeroaccel.zero.layout import Split
 

@@ -45,12 +45,12 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.pipeline_group import PipelineGroup
 from zeroaccel.config.parallel import PipelineConfig
+from zeroaccel.engine import EngineBase
 from zeroaccel.errors import EngineStateError, UsageError, compose
 from zeroaccel.nested import leaves_of, to_device
 from zeroaccel.parallel.pipeline_cut import SharedParameter, Stage, StagePart, evaluating
 from zeroaccel.parallel.sequence import SHIFTED_LABELS, SequenceGroup
 from zeroaccel.zero.access.param_registry import ParamHandle, handle_of
-from zeroaccel.zero.engine_base import EngineBase
 
 _SCHEDULES = {
     "1f1b": Schedule1F1B,

@@ -18,6 +18,7 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import RankGroup, Topology, connect, mesh_of, subgroup, track
 from zeroaccel.config import Config
 from zeroaccel.config.parallel import ParallelConfig
+from zeroaccel.engine import EngineBase
 from zeroaccel.errors import UsageError
 from zeroaccel.nested import map_tensors
 from zeroaccel.parallel.tensor import SplitLayers, by_module, is_transposed, layer_styles, local_head_counts
@@ -28,7 +29,6 @@ from zeroaccel.setup.cut_check import Cut
 from zeroaccel.setup.job import JobSpec
 from zeroaccel.setup.optimizer_plan import OptimizerPlan
 from zeroaccel.zero.compiled import check_not_compiled
-from zeroaccel.zero.engine_base import EngineBase
 from zeroaccel.zero.from_config import EngineSettings
 from zeroaccel.zero.layout import Split
 

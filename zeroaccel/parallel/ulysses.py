@@ -46,6 +46,7 @@ from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import Topology, peer_recorder
 from zeroaccel.config.parallel import ParallelConfig
+from zeroaccel.engine import EngineBase
 from zeroaccel.errors import UsageError
 from zeroaccel.parallel.dealing import Dealing, Dealt, to_heads, to_tokens
 from zeroaccel.parallel.sequence import SequenceGroup
@@ -54,7 +55,6 @@ from zeroaccel.setup.axis import Axis
 from zeroaccel.setup.axis_estimate import AxisEstimate, EstimatedJob
 from zeroaccel.setup.cut_check import Cut
 from zeroaccel.setup.job import JobSpec
-from zeroaccel.zero.engine_base import EngineBase
 
 __all__ = ["SequenceAxis", "UlyssesAttention"]
 

@@ -30,7 +30,7 @@ from zeroaccel.rollout.receiver import (
     values_of,
     write_packet,
 )
-from zeroaccel.zero.engine_base import EngineBase
+from zeroaccel.zero.engine_core import EngineCore
 
 __all__ = ["ChannelSink", "FileSink", "SafetensorsSink", "Sink", "send"]
 
@@ -58,7 +58,7 @@ class Sink(ABC):
         """Ends a version before its last packet."""
 
 
-def send(engine: EngineBase, packets: Iterator[Packet], sink: Sink | None) -> int:
+def send(engine: EngineCore, packets: Iterator[Packet], sink: Sink | None) -> int:
     """Sends a stream of the engine to a sink. (all ranks)
 
     Args:

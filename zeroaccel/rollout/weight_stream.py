@@ -32,7 +32,7 @@ from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.rollout.receiver import ALIGN_NBYTES, Packet, encode_high_bytes, encode_positions
 from zeroaccel.zero.access.param_registry import ParamHandle
 from zeroaccel.zero.changed_bits import ChangedBits
-from zeroaccel.zero.engine_base import EngineBase
+from zeroaccel.zero.engine_core import EngineCore
 from zeroaccel.zero.layout import FlatRange, Slot
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
 
@@ -125,7 +125,7 @@ class WeightSender:
         base: version that the next delta can be based on; None if there is none.
     """
 
-    def __init__(self, engine: EngineBase, state: Callable[[], EngineState]) -> None:
+    def __init__(self, engine: EngineCore, state: Callable[[], EngineState]) -> None:
         self._engine = engine
         self._state = state
         self._ranks = engine.collectives.job
@@ -218,7 +218,7 @@ class WeightSender:
             if not handles:
                 continue
             units = [unit, *self._adapter_units(handles, layers)]
-            engine.registry.acquire(units, handles if len(units) == 1 and not request.merges else ())
+            engine.registry.acquire(units)
             try:
                 merged: dict[int, Tensor] = {}
                 if request.merges and receives and failure is None:

@@ -16,6 +16,7 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import Topology
 from zeroaccel.config import Config
 from zeroaccel.config.parallel import ParallelConfig
+from zeroaccel.engine import EngineBase
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.optim.optimizer_kinds import OptimizerKind
 from zeroaccel.setup.axis_estimate import AxisEstimate
@@ -23,7 +24,6 @@ from zeroaccel.setup.cut_check import Cut
 from zeroaccel.setup.job import JobSpec
 from zeroaccel.setup.optimizer_plan import OptimizerPlan
 from zeroaccel.zero.build_units import refuse_split
-from zeroaccel.zero.engine_base import EngineBase
 from zeroaccel.zero.from_config import EngineSettings
 from zeroaccel.zero.layout import Split
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from zeroaccel.comm.collectives import Collectives
+from zeroaccel.engine import Engine
 from zeroaccel.errors import UsageError
-from zeroaccel.zero.engine import Engine
 from zeroaccel.zero.layout import Split
 
 _HEAD_DIM = 128

@@ -9,23 +9,22 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from zeroaccel.checkpoint.checkpointer import Checkpointer
+from zeroaccel.checkpoint.checkpointer import SavingRules
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.hierarchical import arrange
+from zeroaccel.engine import Engine, EngineBase
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.logs import log_always, logger
 from zeroaccel.ops.coupled import CoupledOptimizer, Reductions
 from zeroaccel.optim.optimizer_kinds import OptimizerKind
-from zeroaccel.rollout.weight_stream import WeightSender
 from zeroaccel.setup.cut_check import verify_cuts
 from zeroaccel.setup.plan import TrainPlan
 from zeroaccel.telemetry.step_report import StepReport
 from zeroaccel.telemetry.trackers import build_monitors
 from zeroaccel.zero.build_units import build_units, plan_units
 from zeroaccel.zero.compiled import check_backends_within, check_no_recorded_graphs, check_not_compiled, check_toolchain
-from zeroaccel.zero.engine import Engine
-from zeroaccel.zero.engine_base import EngineBase, EngineParts
+from zeroaccel.zero.engine_core import EngineParts
 from zeroaccel.zero.param_unit import ParamUnit
 from zeroaccel.zero.precision import Autocast, broadcast_buffers, cast_buffers
 from zeroaccel.zero.quantized_weights import broadcast_state, forbid_packing, release_codes
@@ -74,12 +73,21 @@ def build(plan: TrainPlan) -> EngineBase:
         optimizer=optimizer,
         lr_scheduler=plan.optimizer.scheduler,
         loss_scale=plan.loss_scale,
-        report=StepReport.of(plan.config, ranks.topology.device, job_ranks.rank, monitors),
         tiers=tiers,
         unoptimized=plan.unoptimized,
         refuses_compiled=refuses_compiled,
     )
-    engine = _engine_type(plan)(model, units, collectives, plan.engine, parts, plan.config.resolved)
+    whole = next((axis.whole for axis in ranks.axes if axis.whole is not None), None)
+    engine = _engine_type(plan)(
+        model,
+        units,
+        collectives,
+        plan.engine,
+        parts,
+        plan.config.resolved,
+        StepReport.of(plan.config, ranks.topology.device, job_ranks.rank, monitors),
+        SavingRules(plan.config.checkpoint, whole, ranks.mesh.described),
+    )
     _complete(engine, plan)
     cuts = [cut for axis in ranks.axes if (cut := axis.cut) is not None]
     verify_cuts(engine, cuts, enabled=ranks.mesh.verify_cut)
@@ -87,13 +95,10 @@ def build(plan: TrainPlan) -> EngineBase:
 
 
 def _complete(engine: EngineBase, plan: TrainPlan) -> None:
-    """Adds parts that end with the engine: checkpoints, axes, and the config's changes outside of the engine."""
+    """Adds what ends with the engine: axes, and the config's changes outside of the engine."""
     ranks, model = plan.ranks, plan.job.model
     engine.at_destroy(forbid_packing(model))
     engine.at_destroy(partial(release_codes, model))
-    whole = next((axis.whole for axis in ranks.axes if axis.whole is not None), None)
-    engine.checkpointer = checkpointer = Checkpointer(engine, plan.config.checkpoint, whole, ranks.mesh)
-    engine.weight_sender = WeightSender(engine, checkpointer.state)
     engine.at_destroy(partial(ranks.topology.names.forget, ranks.mesh))
     if plan.autocast is not None:
         engine.at_destroy(Autocast(model, engine.collectives.topology.device, plan.autocast).undo)
@@ -102,7 +107,7 @@ def _complete(engine: EngineBase, plan: TrainPlan) -> None:
         axis.attach(engine, plan.loader)
     if plan.optimizer.optimizer is not None:
         if (folder := plan.config.checkpoint.save_on_preemption) is not None:
-            engine.when_preempted(partial(checkpointer.save_and_leave, folder))
+            engine.when_preempted(partial(engine.checkpointer.save_and_leave, folder))
         _let_modes_change_weights(plan.optimizer.optimizer, engine)
     elif plan.job.config is None:
         log_always("initialize: no config and no optimizer, so the engine is for inference and holds the whole model")

@@ -31,10 +31,10 @@ from torch import Tensor, nn
 from zeroaccel.checkpoint.plain_codec import preserved_random_state
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
+from zeroaccel.engine import EngineBase
 from zeroaccel.errors import UsageError, ZeroAccelError
 from zeroaccel.logs import log_always, log_once, logger
 from zeroaccel.nested import leaves_of
-from zeroaccel.zero.engine_base import EngineBase
 
 _LEAST_TOKENS, _MOST_TOKENS, _TOKENS_PER_RANK = 16, 64, 4
 _SEEDS = (0, 1, 2)

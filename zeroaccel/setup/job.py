@@ -16,9 +16,9 @@ from zeroaccel.config import Config, Facts
 from zeroaccel.config.document import Document, read_document
 from zeroaccel.config.normalize import UnknownKeys
 from zeroaccel.config.parallel import ParallelConfig, PipelineConfig
+from zeroaccel.engine import EngineBase
 from zeroaccel.optim.optimizer_kinds import OptimizerKind
 from zeroaccel.setup.compilation import Compilation
-from zeroaccel.zero.engine_base import EngineBase
 from zeroaccel.zero.from_config import LoopRules
 
 if TYPE_CHECKING:

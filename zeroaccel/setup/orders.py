@@ -17,8 +17,8 @@ from torch import Tensor
 
 from zeroaccel.comm.environment import command_order
 from zeroaccel.config import Config
+from zeroaccel.engine import EngineBase
 from zeroaccel.telemetry.step_report import ReportedEngine, StepReport
-from zeroaccel.zero.engine_base import EngineBase
 from zeroaccel.zero.step_trace import record_if_asked
 
 VARIABLE = "ZEROACCEL_VERIFY"

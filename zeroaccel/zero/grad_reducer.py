@@ -37,6 +37,7 @@ from zeroaccel.config.shard_plan import ShardPlan
 from zeroaccel.errors import EngineStateError, ShardStateError
 from zeroaccel.ops.reductions import max_abs_into
 from zeroaccel.telemetry.timeline import named_range
+from zeroaccel.zero.layout import FlatTensor
 from zeroaccel.zero.param_unit import FlatBuffer
 from zeroaccel.zero.storage.copy_stream import CopyHandle, CopyStream
 from zeroaccel.zero.tensor_subclasses import local_grad
@@ -110,6 +111,13 @@ class GradientBuffer:
     def complete(self) -> bool:
         """True if the gradient of every parameter has arrived in this backward."""
         return len(self.ready) == len(self.buffer.params)
+
+    def reduced(self) -> FlatTensor:
+        """Returns the gradient for the step: of all elements if the optimizer is replicated, else of the shard."""
+        if self.full is not None:
+            return FlatTensor(self.buffer.layout.range, self.full)
+        assert self.shard is not None, f"{self.name} is stepped without a gradient"
+        return FlatTensor(self.buffer.own, self.shard)
 
     def copy_pending(self, dtype: torch.dtype, predivide: float) -> None:
         """Copies the pending gradients into their slots, or adds them to the gradients of earlier micro-steps."""
@@ -208,6 +216,7 @@ class GradReducer:
 
     Attributes:
         changes: how often a program has changed reduced gradients.
+        unreached: ids of the parameters without a gradient so far, for `UntrainedWatch`, which empties the set.
         facts: result of the `join` that `end` called, in host memory; None without it, or if gradients have changed.
     """
 
@@ -231,6 +240,7 @@ class GradReducer:
             for gradients in self.gradients
             for index, param in enumerate(gradients.buffer.params)
         }
+        self.unreached = set(self._slot_of)
         self._late: list[tuple[nn.Parameter, Tensor]] = []  # gradients that arrived after the reduction of their buffer
         self._inflight: deque[_InflightReduce] = deque()
         self._inflight_numel = 0
@@ -300,6 +310,8 @@ class GradReducer:
         if type(grad) is not Tensor:
             grad = local_grad(param, grad)
         gradients, index = self._slot_of[id(param)]
+        if self.unreached:
+            self.unreached.discard(id(param))
         if gradients.launched:
             # Autograd accumulated it a second time: two re-entrant checkpoints that recompute the same block each run
             # their own AccumulateGrad. The reduction cannot be stopped; `end` starts a second one for the late rest.

@@ -12,9 +12,9 @@ the first forward and rounds the scales: `forbid_packing` turns that kernel off.
 
 A frozen wrapper, as in torchao and quanto, has codes and scales in other tensors, which torch's `__tensor_flatten__`
 names. They become parameters that the wrapper refers to, and units contain them in its place: a gather fills them, and
-the wrapper itself does not change. HQQ's layers have scales and zeros in a dictionary. GPTQ's and AWQ's have everything
-in buffers, which become parameters. Parameters of other classes are sharded as they are; their attributes belong to the
-program. Frozen parameters in 8-bit floats of any class are codes too, with the scales that their module has beside
+the wrapper itself does not change. HQQ's layers have scales and zeros in a dictionary. GPTQ's and AWQ's have all of
+them in buffers, which are not sharded. Parameters of other classes are sharded as they are; their attributes belong to
+the program. Frozen parameters in 8-bit floats of any class are codes too, with the scales that their module has beside
 them: a cast without the scale would change the weight.
 """
 
@@ -45,7 +45,7 @@ from zeroaccel.zero.tensor_subclasses import (
 
 _SMALL = 64  # scales of at most this fraction of their codes' bytes are on every rank
 _LIBRARY = "bitsandbytes"
-_WITH_BUFFERS = ("awq", "auto_gptq", "gptqmodel")  # libraries whose layers keep codes and scales in buffers
+_WITH_BUFFERS = ("awq", "auto_gptq", "gptqmodel")  # GPTQ and AWQ: their layers keep codes and scales in buffers
 PACKED = ".quant_state."
 """Part of the name of a tensor that is JSON, whose length may differ."""
 LAYOUT = "_format"
@@ -147,6 +147,24 @@ def check_quantized(model: nn.Module, device: torch.device) -> None:
             )
 
 
+def refuse_codes_in_buffers(model: nn.Module) -> None:
+    """Refuses GPTQ's and AWQ's layers where parameters are sharded: only parameters are, and their codes are buffers.
+
+    Raises:
+        UsageError: the model has such a layer.
+    """
+    for fqn, module in model.named_modules():
+        library = type(module).__module__.partition(".")[0]
+        if library in _WITH_BUFFERS and "qweight" in module._buffers:
+            raise UsageError(
+                f"module {fqn}",
+                expected="codes in parameters, because stage 3 shards parameters",
+                got=f"{type(module).__name__} of {library}, which keeps its codes in buffers",
+                fix='set "zero_optimization": {"stage": 2}, where each rank has the whole base, or load the model '
+                'unquantized with "frozen_weights": "nf4" (or "int8")',
+            )
+
+
 def _check_small_float(fqn: str, tensor: Tensor) -> None:
     kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
     if tensor.requires_grad:
@@ -187,7 +205,6 @@ def attach_codes(model: nn.Module, *, recurse: bool = True) -> None:
         recurse: include the modules inside.
     """
     for module in model.modules() if recurse else (model,):
-        _adopt_buffers(module)
         mark_small_floats(module)
     for _, module, param, kind in _quantized(model, recurse=recurse):
         if scales_of(param) is not None or not _has_codes(param, kind):
@@ -207,27 +224,8 @@ def attach_codes(model: nn.Module, *, recurse: bool = True) -> None:
             )
 
 
-def _adopt_buffers(module: nn.Module) -> None:
-    """Turns a layer's codes, scales and zeros into parameters, so that units contain them; keeps names and values."""
-    for name, buffer in list(module._buffers.items()) if _has_code_buffers(module) else ():
-        if buffer is not None and buffer.dim() > 1 and not buffer.is_meta:
-            del module._buffers[name]
-            module._parameters[name] = param = nn.Parameter(buffer, requires_grad=False)
-            mark_codes(param, {})
-
-
-def _has_code_buffers(module: nn.Module) -> bool:
-    names = module._buffers.keys() | module._parameters.keys()
-    return type(module).__module__.partition(".")[0] in _WITH_BUFFERS and "qweight" in names
-
-
 def release_codes(model: nn.Module) -> None:
     """Undoes `attach_codes`, so that the library has plain tensors again."""
-    for module in filter(_has_code_buffers, model.modules()):
-        for name, param in list(module._parameters.items()):
-            if param is not None and scales_of(param) is not None:
-                del module._parameters[name]
-                module._buffers[name] = param.data
     for _, module, param, kind in _quantized(model):
         for name, owner, attribute in _tensors(module, param, kind) if scales_of(param) else ():
             if name in (scales_of(param) or {}):

@@ -1,4 +1,4 @@
-"""The boundary of a step: examines the gradients, compares the ranks, and runs or skips the update.
+"""The boundary of a step: examines the gradients, compares the ranks, and decides about the update.
 
 `grad_norm.py` has the arithmetic and decides what stays on the device, `weight_update.py` has the update itself. The
 engine handles the loss scale, schedulers and counters.
@@ -37,10 +37,10 @@ from zeroaccel.zero.weight_update import WeightUpdate
 
 
 class StepBoundary:
-    """Turns one engine's gradients into an update, or a skipped step.
+    """Decides whether one engine's gradients update the weights, and by which factor.
 
-    Order in a step: 1. `take_stats`, once its reductions are complete, 2. `update`, 3. `clear`. A program may read the
-    statistics in between.
+    Order in a step: 1. `take_stats`, once its reductions are complete, 2. `decide`, 3. `conclude` after the update, if
+    there was one, 4. `clear`. A program may read the statistics in between.
 
     Args:
         hyperparameters: compares the optimizer's hyperparameters over the ranks.
@@ -175,8 +175,11 @@ class StepBoundary:
         """Returns True if the ranks were already compared, so that a loop may have changed settings since."""
         return self.check is not None or self._reducer.facts is not None
 
-    def update(self, check: GradCheck, rule: FactorRule, step: int, *, late: bool) -> bool:
-        """Updates the weights or skips the step; returns True if they have changed. (all ranks)
+    def decide(self, check: GradCheck, rule: FactorRule, step: int, *, late: bool) -> float | Tensor | None:
+        """Returns the factor of the gradients for the update; None if the step is skipped. (all ranks)
+
+        One factor unscales and clips, and the update kernel applies it, so that it needs no extra pass. Statistics that
+        are still on the device give a control tensor, by which the device decides ([Note: boundary] of `grad_norm.py`).
 
         Args:
             step: the number of the step, from 0.
@@ -184,31 +187,27 @@ class StepBoundary:
 
         Raises:
             CollectiveError, UsageError: as `read`; nothing was updated.
-            OffloadError: a tier failed; on every rank.
         """
         self._last = check, rule.loss_scale
         if isinstance(check, DeviceStats) and not check.was_read and self._weights.takes_control:
-            return self._update_unseen(check, rule, step)
+            return check.control(rule)
         stats = self.read(check, step)
         factor = rule.factor(stats)
         if factor is not None and not stats.finite:
             self._name_nans(step)
-        if factor is None:
-            self._weights.finish()
-            return False
-        if late and not self._weights.is_early:
+        if factor is not None and late and not self._weights.is_early:
             self._hyperparameters.note_update()
-        # One factor for unscaling and clipping, which the update kernel applies: it needs no extra pass.
-        self._weights.apply(factor)
-        return True
+        return factor
 
-    def clear(self) -> None:
-        """Forgets the statistics, after the gradients were dropped."""
-        self.check, self.factor = None, 1.0
+    def conclude(self, check: GradCheck, rule: FactorRule, step: int, factor: float | Tensor | None) -> bool:
+        """Returns True if the weights have changed, after the update with the result of `decide`.
 
-    def _update_unseen(self, check: DeviceStats, rule: FactorRule, step: int) -> bool:
-        """Launches an update that the device skips if necessary; see [Note: boundary] of `grad_norm.py`."""
-        self._weights.apply(check.control(rule))
+        Raises:
+            CollectiveError, UsageError: as `read`; the device skipped the update.
+        """
+        if not isinstance(factor, Tensor):
+            return factor is not None
+        assert isinstance(check, DeviceStats), "a control tensor without statistics on the device"
         applied = True
         if rule.skips_overflow:
             stats = check.read()
@@ -219,6 +218,10 @@ class StepBoundary:
         if rule.skips_overflow:
             self.read(check, step)
         return applied
+
+    def clear(self) -> None:
+        """Forgets the statistics, after the gradients were dropped."""
+        self.check, self.factor = None, 1.0
 
     def _name_nans(self, step: int) -> None:
         """Warns about parameters whose gradients are all NaN while those of others are not. (all ranks)"""
@@ -243,7 +246,7 @@ class StepBoundary:
             )
 
     def _digests(self) -> RankDigests:
-        # For an update during backward, the ranks compared settings before it; `apply` checks that they still hold.
+        # For an update during backward, the ranks compared settings before it; `replace_weights` checks them again.
         settings = 0 if self._weights.is_early else self._hyperparameters.digest()
         stop = self.sends_stop and stop_notice.received
         return RankDigests(self._collectives.flight_recorder.digest(), settings, stop)

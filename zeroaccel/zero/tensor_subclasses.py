@@ -151,12 +151,14 @@ _SCALE_NAMES = re.compile(r"scale|zero|a(bs)?max", re.IGNORECASE)
 
 
 def is_scale_beside_codes(module: nn.Module, name: str) -> bool:
-    """Returns True if a module's own tensor is a scale of its codes in 8-bit floats: rounding it changes the weight."""
+    """Returns True if a module's own tensor is a scale of its codes: rounding it would change the weight.
+
+    Codes are tensors in 8-bit floats, and `qweight` in the layers of GPTQ and AWQ.
+    """
     if not _SCALE_NAMES.search(name):
         return False
-    return any(
-        each is not None and is_small_float(each) for each in (*module._parameters.values(), *module._buffers.values())
-    )
+    tensors = {**module._parameters, **module._buffers}
+    return "qweight" in tensors or any(each is not None and is_small_float(each) for each in tensors.values())
 
 
 def mark_small_floats(module: nn.Module) -> None:

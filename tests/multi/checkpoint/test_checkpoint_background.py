@@ -16,7 +16,7 @@ from tests.support.training import batches, train_step
 from zeroaccel.checkpoint import rank_file_writer
 from zeroaccel.checkpoint.save_plan import SavePlan
 from zeroaccel.checkpoint.zero_to_fp32 import CHUNK_NBYTES
-from zeroaccel.zero.engine import Engine
+from zeroaccel.engine import Engine
 
 Pieces = dict[str, tuple[int, torch.Tensor]]
 

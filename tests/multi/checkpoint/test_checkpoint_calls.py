@@ -27,9 +27,9 @@ from zeroaccel.checkpoint import atomic_write
 from zeroaccel.checkpoint.atomic_write import FolderLock
 from zeroaccel.checkpoint.save_plan import SavePlan
 from zeroaccel.checkpoint.tensor_store import TensorStore
+from zeroaccel.engine import Engine
 from zeroaccel.errors import CheckpointError, EngineStateError, UsageError
 from zeroaccel.offload.nvme import NvmeTier
-from zeroaccel.zero.engine import Engine
 
 # -- other precisions, optimizers and models
 

@@ -6,11 +6,12 @@ import threading
 from collections.abc import Mapping
 
 import pytest
+from torch.distributed import HashStore
 
 from tests import time_limits
 from tests.support.environment import free_port
 from zeroaccel.comm import preflight_rendezvous
-from zeroaccel.comm.preflight_rendezvous import NodeInfo, rendezvous
+from zeroaccel.comm.preflight_rendezvous import NodeInfo, compare_with_first, rendezvous
 from zeroaccel.errors import CollectiveError, ConfigError
 
 FACTS = {"zeroaccel": "1", "mixed_precision": "bf16"}
@@ -76,3 +77,12 @@ def test_a_broken_network_is_reported_with_the_silent_machine(monkeypatch: pytes
         assert isinstance(result, CollectiveError)
         other = ("machine 1 (b), ranks 2-3", "machine 0 (a), ranks 0-1")[number]
         assert f"not heard from: {other}; set GLOO_SOCKET_IFNAME" in str(result)
+
+
+def test_a_machine_with_another_tree_is_named() -> None:
+    store = HashStore()
+    compare_with_first(store, NodeInfo("one", 1, {"the version of torch": "2.13", "the contents of a.py": "ab"}))
+    compare_with_first(store, NodeInfo("two", 1, {"the version of torch": "2.13", "the contents of a.py": "ab"}))
+    message = r"differ in the contents of a.py: expected ab as on the machine that came first \(one\), got .*cd on this"
+    with pytest.raises(ConfigError, match=message):
+        compare_with_first(store, NodeInfo("three", 1, {"the version of torch": "2.13", "the contents of a.py": "cd"}))

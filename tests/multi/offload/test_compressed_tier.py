@@ -6,7 +6,7 @@ The classes here compress without loss, so a run with them has the bits of a run
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from tests.support.pool import Ranks
 from tests.support.training import ADAMW, SGD, Toy, batches, config, differences, train, train_step
 from zeroaccel import zero
 from zeroaccel.zero.layout import FlatRange, FlatTensor
-from zeroaccel.zero.storage.masters import MasterPiece, MasterPlace, MasterStorage, SeparateMasters, stand_in
+from zeroaccel.zero.storage.masters import MasterPlace, MasterStorage, SeparateMasters, stand_in
 from zeroaccel.zero.storage.placement import MASTER_STORAGES, SHARD_STORAGES
 from zeroaccel.zero.storage.shards import ShardPlace, ShardStorage
 
@@ -96,9 +96,12 @@ class CompressedMasters(SeparateMasters):
         with self._unpacked():
             super().write(part, values, state)
 
-    def chunks(self, following: MasterStorage | None = None) -> Iterator[Sequence[MasterPiece]]:
-        with self._unpacked():
-            yield from super().chunks(following)
+    def swap_in(self, index: int, following: MasterStorage | None = None, *, joined: bool = True) -> None:
+        self._unpack()
+        super().swap_in(index, following, joined=joined)
+
+    def swap_out(self, index: int) -> None:
+        self._pack()
 
     def load(self, fill: Callable[[FlatRange, Tensor], None], flush: Callable[[], None]) -> None:
         with self._unpacked():

@@ -15,9 +15,9 @@ import zeroaccel
 from tests.support.pool import Ranks
 from tests.support.refusals import complaint, message
 from tests.support.training import Toy, batches, config, offloaded, train_step
+from zeroaccel.engine import Engine
 from zeroaccel.errors import EngineStateError, OffloadError
 from zeroaccel.offload import file_io
-from zeroaccel.zero.engine import Engine
 
 
 def _engine(settings: dict[str, Any], seed: int = 7) -> Engine:

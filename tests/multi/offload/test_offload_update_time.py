@@ -17,9 +17,9 @@ import zeroaccel.zero
 from tests.support.pool import Ranks
 from tests.support.refusals import complaint, message
 from tests.support.training import ADAMW, SGD, Run, Toy, batches, config, differences, finished, offloaded
+from zeroaccel.engine import Engine
 from zeroaccel.errors import EngineStateError
 from zeroaccel.ops.elementwise import Adam
-from zeroaccel.zero.engine import Engine
 
 PRECISIONS = {"fp32": {}, "bf16": {"bf16": {"enabled": True, "check_grad_overflow": False}}}
 

@@ -15,9 +15,9 @@ from tests.support.pool import Ranks
 from tests.support.refusals import message
 from tests.support.training import Toy, batches, config, differences
 from tests.support.training import train as train_toy
+from zeroaccel.engine import Engine
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.zero.access.safe_get_set import safe_get_full_optimizer_state
-from zeroaccel.zero.engine import Engine
 
 
 def _engine(stage: int, moments: str, seed: int = 7) -> Engine:

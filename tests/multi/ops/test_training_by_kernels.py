@@ -15,10 +15,10 @@ from tests.cuda_model.replacements import Replacements
 from tests.support.pool import Ranks
 from tests.support.training import ADAMW, Run, config, differences, train
 from tests.unit.ops.kernels_on_host import HostRunner, host_kernels
+from zeroaccel.engine import Engine
 from zeroaccel.ops.device_kernels import DeviceKernels, kernels_for
 from zeroaccel.ops.reductions import max_abs_into, square_sums_into
 from zeroaccel.ops.shard_step import Hyperparameters, ShardOptimizer
-from zeroaccel.zero.engine import Engine
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW": ADAMW,

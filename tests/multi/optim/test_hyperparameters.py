@@ -19,8 +19,8 @@ from tests.support.training import config, offloaded, recording, train_step
 from zeroaccel import Accelerator, ZeroPlugin
 from zeroaccel.comm.topology import init_process_group
 from zeroaccel.compat.deepspeed_engine import initialize as deepspeed_initialize
+from zeroaccel.engine import Engine
 from zeroaccel.errors import UsageError
-from zeroaccel.zero.engine import Engine
 
 METRIC = 'scheduler.step(accelerator.reduce(loss.detach(), "mean"))'
 

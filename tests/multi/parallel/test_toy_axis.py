@@ -16,10 +16,10 @@ from tests.support.training import SGD, config, train_step
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import Topology, init_process_group
 from zeroaccel.config.parallel import ParallelConfig
+from zeroaccel.engine import EngineBase
 from zeroaccel.parallel.axes import AXES
 from zeroaccel.setup.axis import Axis
 from zeroaccel.setup.job import JobSpec
-from zeroaccel.zero.engine_base import EngineBase
 
 
 class LoggingAxis(Axis):

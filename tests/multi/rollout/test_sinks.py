@@ -18,10 +18,10 @@ import zeroaccel
 from tests import time_limits
 from tests.support.pool import Ranks
 from tests.support.training import Toy, batches, config, train_step
+from zeroaccel.engine import Engine
 from zeroaccel.errors import UsageError
 from zeroaccel.rollout import Channel, ChannelSink, FileSink, SafetensorsSink, Sink, WeightReceiver, send
 from zeroaccel.rollout.receiver import Packet, receive_files, receive_version, refusal_file
-from zeroaccel.zero.engine import Engine
 
 
 def _engine(stage: int = 3, precision: str = "bf16", **changes: Any) -> Engine:

@@ -12,9 +12,9 @@ from torch import Tensor
 import zeroaccel
 from tests.support.pool import Ranks
 from tests.support.training import SGD, Toy, batches, config, offloaded, recording, train_step
+from zeroaccel.engine import Engine
 from zeroaccel.rollout.receiver import Packet, WeightReceiver
 from zeroaccel.zero import GatheredParameters, safe_set_full_fp32_param
-from zeroaccel.zero.engine import Engine
 
 
 def _to_all(engine: Engine, packets: list[Packet]) -> list[Packet]:

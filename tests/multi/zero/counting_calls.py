@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zeroaccel
 from zeroaccel.comm.topology import destroy
-from zeroaccel.zero.engine import Engine
+from zeroaccel.engine import Engine
 
 LAYERS = 6
 

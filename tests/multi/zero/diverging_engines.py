@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import zeroaccel
 from tests.support.environment import begin
 from tests.support.training import Block, Toy, batches, config, train_step
-from zeroaccel.zero.engine import Engine
+from zeroaccel.engine import Engine
 
 
 class TwoTowers(Toy):

@@ -16,10 +16,10 @@ from torch import Tensor
 import zeroaccel
 from tests.support.pool import Ranks
 from tests.support.training import ADAMW, SGD, Run, Toy, batches, config, differences, train, train_step
+from zeroaccel.engine import Engine
 from zeroaccel.errors import UsageError
 from zeroaccel.ops.reductions import l2_norm
 from zeroaccel.zero import grad_norm
-from zeroaccel.zero.engine import Engine
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW": ADAMW,

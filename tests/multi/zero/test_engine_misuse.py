@@ -19,8 +19,8 @@ from tests.support.pool import Ranks
 from tests.support.refusals import complaint
 from tests.support.training import ADAMW, SGD, WIDTH, Toy, batches, config, train_step
 from zeroaccel import zero
+from zeroaccel.engine import Engine
 from zeroaccel.errors import EngineStateError, ZeroAccelError
-from zeroaccel.zero.engine import Engine
 
 Misuse = Callable[[Engine], Any]
 

@@ -16,8 +16,8 @@ import zeroaccel
 from tests.support.pool import Ranks
 from tests.support.refusals import message
 from tests.support.training import Block, Run, Toy, batches, config, differences, finished, train_step
+from zeroaccel.engine import Engine
 from zeroaccel.errors import EngineStateError
-from zeroaccel.zero.engine import Engine
 
 Driver = Callable[[Engine, Tensor], Tensor]
 

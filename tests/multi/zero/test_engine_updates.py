@@ -15,8 +15,8 @@ from tests.support.pool import Ranks
 from tests.support.training import ADAMW, Run, Toy, batches, config, differences, finished, recording, train_step
 from zeroaccel.comm.collectives import Work
 from zeroaccel.comm.recording import RecordingCollectives
+from zeroaccel.engine import Engine
 from zeroaccel.errors import EngineStateError
-from zeroaccel.zero.engine import Engine
 
 Weights = dict[str, Tensor]
 PLAIN_SGD = {"type": "SGD", "params": {"lr": 1.0}}

@@ -21,8 +21,8 @@ import zeroaccel
 from tests.support.pool import Ranks
 from tests.support.refusals import message
 from tests.support.training import SGD, WIDTH, Block, Run, Toy, batches, config, differences, train, train_step
+from zeroaccel.engine import Engine
 from zeroaccel.errors import EngineStateError, UsageError
-from zeroaccel.zero.engine import Engine
 
 
 class Recomputed(Toy):

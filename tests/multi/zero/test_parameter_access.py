@@ -15,8 +15,8 @@ from tests.support.pool import Ranks
 from tests.support.refusals import message
 from tests.support.training import WIDTH, Toy, batches, config, offloaded
 from zeroaccel import zero
+from zeroaccel.engine import Engine
 from zeroaccel.errors import EngineStateError, UsageError
-from zeroaccel.zero.engine import Engine
 
 
 def build(stage: int, precision: str, accumulation: int = 1, **changes: Any) -> tuple[Engine, Toy]:

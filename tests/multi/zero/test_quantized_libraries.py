@@ -37,7 +37,6 @@ from zeroaccel.zero.tensor_subclasses import inner_tensors, is_wrapper, scales_o
 WIDTH = 128
 KINDS = ["nf4, nested", "nf4", "fp4 in bfloat16", "int8"]
 HQQ = ["hqq stand-in", "hqq"]
-BUFFERS = ["awq stand-in"]
 WRAPPERS = ["torchao int8", "torchao float8", "torchao int4", "quanto int8", "quanto int4"]
 
 
@@ -170,35 +169,6 @@ class HQQLinear(nn.Module):
 HQQLinear.__module__ = "hqq.core.quantize"
 
 
-class WQLinear(nn.Module):
-    """Replaces layers of GPTQ and AWQ: eight codes in 32 bits, scales in 16, packed zeros, all in buffers."""
-
-    qweight: Tensor
-    qzeros: Tensor
-    scales: Tensor
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        groups = weight.view(-1, 64)
-        scales = (groups.abs().amax(1) / 7).half()
-        codes = (groups / scales[:, None]).round().int() + 8
-        self.shifts = torch.arange(0, 32, 4, dtype=torch.int32)
-        self.register_buffer("qweight", (codes.view(len(weight), -1, 8) << self.shifts).sum(-1, dtype=torch.int32))
-        zeros = torch.full((len(scales) // 8, 8), 8, dtype=torch.int32) << self.shifts
-        self.register_buffer("qzeros", zeros.sum(-1, dtype=torch.int32)[:, None])
-        self.register_buffer("scales", scales.view(len(weight), -1))
-        self.register_buffer("bias", torch.zeros(len(weight)))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        codes = ((self.qweight[..., None] >> self.shifts) & 15).view(-1, 64)
-        zeros = ((self.qzeros >> self.shifts) & 15).view(-1, 1)
-        weight = ((codes - zeros) * self.scales.view(-1, 1).float()).view(len(self.qweight), -1)
-        return inputs @ weight.to(inputs.dtype).t() + self.bias
-
-
-WQLinear.__module__ = "awq.modules.linear.gemm"
-
-
 def _linear(made: nn.Linear | None = None) -> nn.Linear:
     """Makes a layer of torch, or of a library, with weights like those of the stand-ins."""
     linear = nn.Linear(WIDTH, WIDTH, bias=False) if made is None else made
@@ -208,8 +178,6 @@ def _linear(made: nn.Linear | None = None) -> nn.Linear:
 
 
 def _layer(kind: str) -> nn.Module:
-    if kind == "awq stand-in":
-        return WQLinear(torch.randn(WIDTH, WIDTH) / 8)
     if kind == "hqq stand-in":
         return HQQLinear(torch.randn(WIDTH, WIDTH) / 8)
     if kind == "hqq":
@@ -347,7 +315,7 @@ def _losses(kind: str, folder: str) -> dict[tuple[Any, ...], tuple[list[float], 
     return found
 
 
-@pytest.mark.parametrize("kind", ["stand-in", "wrapper", *KINDS, *WRAPPERS, *HQQ, *BUFFERS])
+@pytest.mark.parametrize("kind", ["stand-in", "wrapper", *KINDS, *WRAPPERS, *HQQ])
 def test_a_quantized_base_has_the_losses_of_one_process(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     _require(kind)
     for found in ranks(2).run(_losses, kind, str(tmp_path)):
@@ -359,8 +327,6 @@ def test_a_quantized_base_has_the_losses_of_one_process(ranks: Ranks, tmp_path: 
         per_value = 1 + 4 / WIDTH  # codes in 8 bits, of which torchao uses 4 bits in some kinds
         if kind in ("stand-in", *KINDS[:-1]):
             per_value = 0.5 + (1 / 64 if "nested" in kind else 4 / 64)
-        elif kind in BUFFERS:
-            per_value = 0.5 + (2 + 0.5) / 64
         elif kind in HQQ:
             per_value = 0.5 + 8 / 64
         elif kind == "quanto int4":
@@ -522,7 +488,7 @@ def _saved(kind: str, folder: str) -> tuple[list[float], list[float], list[str],
     return losses, resumed, names if state is not None else [], same
 
 
-@pytest.mark.parametrize("kind", ["stand-in in bfloat16", "wrapper", *KINDS, *WRAPPERS, *BUFFERS])
+@pytest.mark.parametrize("kind", ["stand-in in bfloat16", "wrapper", *KINDS, *WRAPPERS])
 def test_checkpoints_and_state_dicts_have_codes_and_scales(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     _require(kind)
     for losses, resumed, differing, same in ranks(2).run(_saved, kind, str(tmp_path)):
@@ -650,7 +616,7 @@ def test_a_checkpoint_with_its_base_restores_offsets_of_scales(tmp_path: Path) -
         assert torch.equal(found.absmax, expected.absmax)
 
 
-@pytest.mark.parametrize("kind", ["stand-in", "wrapper", *KINDS, *WRAPPERS, "hqq stand-in", *BUFFERS])
+@pytest.mark.parametrize("kind", ["stand-in", "wrapper", *KINDS, *WRAPPERS, "hqq stand-in"])
 def test_a_plain_model_takes_scales_from_a_checkpoint(tmp_path: Path, kind: str) -> None:
     """Regression: the library loads codes by name and drops scales, so the model kept its own scales."""
     if kind == "stand-in":
@@ -803,15 +769,39 @@ def test_codes_that_the_first_forward_replaces_are_refused_by_name() -> None:
         check_model(model, torch.device("cpu"))
 
 
-def test_buffers_of_codes_are_buffers_again_after_training() -> None:
-    model = Model("awq stand-in", "")
-    names, values = list(model.blocks[0].base._buffers), _bits(model.blocks[0].base.scales)
-    engine = _initialized(model, 3, "SGD")
-    assert sorted(model.blocks[0].base._parameters) == ["qweight", "qzeros", "scales"]
+class CodesInBuffers(nn.Module):
+    """Has the buffers of GPTQ's and AWQ's layers: codes in int32, and scales in 16 bits."""
+
+    qweight: Tensor
+    scales: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("qweight", torch.randint(-8, 8, (WIDTH, WIDTH), dtype=torch.int32))
+        self.register_buffer("scales", torch.rand(WIDTH, 1).half())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs @ (self.qweight * self.scales.float()).to(inputs.dtype).t() / WIDTH
+
+
+@pytest.mark.parametrize("library", ["awq.modules.linear.gemm", "auto_gptq.nn_modules", "gptqmodel.nn_modules"])
+def test_codes_in_buffers_are_refused_at_stage_3_and_keep_their_bits_at_stage_2(
+    monkeypatch: pytest.MonkeyPatch, library: str
+) -> None:
+    monkeypatch.setattr(CodesInBuffers, "__module__", library)
+    base = CodesInBuffers()
+    model = nn.Sequential(base, nn.Linear(WIDTH, 1))
+    name = library.partition(".")[0]
+    with refused(UsageError, "module 0", "codes in parameters", f"CodesInBuffers of {name}", '{"stage": 2}', "nf4"):
+        _initialized(model, 3, "SGD")
+    before = _bits(base.qweight), _bits(base.scales)
+    config = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+    engine = zeroaccel.initialize(model, _optimizer(model, "SGD"), config=config)[0]
+    losses = [train_step(engine, engine(inputs.bfloat16()).float().square().mean()) for inputs in _inputs()]
     engine.destroy()
-    assert sorted(model.blocks[0].base._buffers) == sorted(names)
-    assert not model.blocks[0].base._parameters
-    assert _bits(model.blocks[0].base.scales) == values
+    assert losses[0] != losses[-1]
+    assert base.scales.dtype == torch.float16
+    assert (_bits(base.qweight), _bits(base.scales)) == before
 
 
 def test_a_wrapper_that_cannot_be_carried_is_refused_by_name() -> None:

@@ -19,6 +19,7 @@ import zeroaccel
 from tests.support.log_lines import log_lines
 from zeroaccel import Accelerator, DistributedType, ZeroPlugin, logs, utils
 from zeroaccel.accelerate import kwargs_handlers
+from zeroaccel.accelerate.accelerator_arguments import AcceleratorArguments
 from zeroaccel.accelerate.beside_accelerate import leave_accelerate
 from zeroaccel.config.launch.launch_file import read_launch_file
 from zeroaccel.errors import ConfigError, EngineStateError, UsageError
@@ -457,6 +458,12 @@ MEMBERS: dict[str, Any] = {
     **dict.fromkeys(("is_composable_parallelism_enabled", "is_fsdp2", "native_amp", "use_stateful_dataloader"), False),
     "should_save_model": True,
 }
+
+
+def test_the_arguments_as_data_are_those_of_the_constructor() -> None:
+    constructor = list(inspect.signature(Accelerator).parameters.values())
+    data = inspect.signature(AcceleratorArguments).parameters.values()
+    assert [(p.name, p.default, p.annotation) for p in data] == [(p.name, p.default, p.annotation) for p in constructor]
 
 
 def test_every_member_and_argument_of_accelerates_accelerator_is_there(notes: list[str], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -11,17 +12,21 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
-from torch.distributed.elastic.multiprocessing import PContext, SignalException
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.multiprocessing import SignalException
 
 from tests import time_limits
 from tests.support.environment import outside_any_job
 from zeroaccel.cli.launch import orphans
-from zeroaccel.cli.launch.agent import StopSignals, processes_end_in_time
+from zeroaccel.cli.launch.agent import Places, RankAgent, RankFiles, StopSignals
 from zeroaccel.cli.launch.failures import AFTER_FAILURE_SECONDS
+from zeroaccel.cli.launch.launch_plan import Program, plan_launch
 from zeroaccel.cli.launch.orphans import LAUNCH_ID, ProcessWatch, break_connections, end_orphans
 from zeroaccel.config.launch.launch_settings import launch_settings
 
@@ -95,15 +100,8 @@ def test_a_process_end_that_the_agent_notices_has_no_effect() -> None:
     assert said == []
 
 
-class _NoProcesses:
-    """A stand-in for the `PContext` that torch's agent closes."""
-
-    def pids(self) -> dict[int, int]:
-        return {}
-
-
 @pytest.mark.parametrize(
-    ("settings", "after_signal", "after_failure"),
+    ("values", "after_signal", "after_failure"),
     [
         ({}, 30.0, AFTER_FAILURE_SECONDS),  # torchrun's 30 s
         ({"shutdown_timeout": 120}, 120.0, AFTER_FAILURE_SECONDS),
@@ -111,19 +109,26 @@ class _NoProcesses:
     ],
 )
 def test_processes_have_the_shutdown_timeout_after_a_signal(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], after_signal: float, after_failure: float
+    tmp_path: Path, values: dict[str, Any], after_signal: float, after_failure: float
 ) -> None:
     waits: list[tuple[int, float]] = []
-    monkeypatch.setattr(PContext, "close", lambda _, number, timeout: waits.append((number, timeout)))
-    ours, log = launch_settings(settings), lambda _: None
-    agents_own: Any = 30  # the timeout that torch's agent always passes
-    stop_signals = StopSignals(lambda: None, log, ours.shutdown_timeout, may_wait_in_native_code=False)
-    with stop_signals, processes_end_in_time(ours, stop_signals, log, list):
-        PContext.close(_NoProcesses(), None, agents_own)  # type: ignore[arg-type]
+    settings = launch_settings({**values, "num_processes": 1, "use_cpu": True})
+    plan = plan_launch(settings, Program(sys.executable, kind="executable"), os.environ)
+    stop_signals = StopSignals(lambda: None, print, settings.shutdown_timeout, may_wait_in_native_code=False)
+    spec = WorkerSpec(role="default", local_world_size=1, rdzv_handler=None, entrypoint="true")  # type: ignore[arg-type]
+    files = RankFiles(tmp_path, settings, lambda _: {}, lambda: None, print, 0)
+    agent = RankAgent(spec, files, Places(plan, print), stop_signals, settings, print)
+    no_processes: Any = SimpleNamespace(pids=dict)
+
+    def close(number: int, timeout: float) -> None:
+        waits.append((number, timeout))
+
+    with stop_signals:
+        agent.close_in_time(no_processes, close, None, 30)  # the timeout that torch's agent always passes
         stop_signals.processes_exist()
         with pytest.raises(SignalException):
             signal.raise_signal(signal.SIGINT)
-        PContext.close(_NoProcesses(), signal.SIGINT, agents_own)  # type: ignore[arg-type]
+        agent.close_in_time(no_processes, close, signal.SIGINT, 30)
     assert waits == [(signal.SIGTERM, after_failure), (signal.SIGINT, after_signal)]
 
 

@@ -15,10 +15,12 @@ import pytest
 import yaml
 from click import UsageError
 
-from zeroaccel.cli.launch import launch_command as launch_module
+from zeroaccel.cli.launch import launch_job as launch_module
 from zeroaccel.cli.launch import launch_plan as plan_module
+from zeroaccel.cli.launch.launch_command import launch
 from zeroaccel.config.launch.launch_file import parse_launch_file
-from zeroaccel.config.launch.launch_sources import ExplicitSettings, gather
+from zeroaccel.config.launch.launch_sources import ExplicitSettings
+from zeroaccel.config.launch.resolution import resolve
 from zeroaccel.errors import ConfigError
 
 _COLLECTION = Path(__file__).parents[2] / "data" / "collection"
@@ -45,7 +47,7 @@ def _of_file(entry: dict[str, Any]) -> dict[str, Any]:
     here = {"machine_rank": 0, "main_process_ip": "127.0.0.1"} if entry["settings"].get("num_machines", 1) > 1 else {}
     over = ExplicitSettings({key: value for key, value in here.items() if key not in entry["settings"]})
     file = parse_launch_file(yaml.safe_dump(entry["settings"]), "file.yaml", over=over)
-    explicit = gather(over, {}, file).effective()
+    explicit, _ = resolve(over, file=lambda _: file, json=lambda _: None)
     return {**explicit.settings().model_dump(exclude_none=True), **explicit.values}
 
 
@@ -122,16 +124,16 @@ def _job(line: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
         job.update(settings.model_dump(exclude_none=True), num_processes=made.world_size)
         return made
 
-    def started(explicit: Any, *_: Any, **__: Any) -> int:
-        job.update(explicit.settings().model_dump(exclude_none=True))
+    def started(self: Any, **_: Any) -> int:
+        job.update(self.explicit.settings().model_dump(exclude_none=True))
         return 0
 
     monkeypatch.setattr(launch_module, "plan_launch", planned)
-    monkeypatch.setattr(launch_module, "_launch_hosts", started)
+    monkeypatch.setattr(launch_module.JobOnHosts, "run", started)
     monkeypatch.setattr(launch_module.os, "environ", {"HOME": str(folder), "PATH": "/usr/bin:/bin"})
     monkeypatch.setattr(plan_module, "port_trouble", lambda _: "")
     monkeypatch.setattr(plan_module, "_own_address", lambda _: "127.0.0.1")
-    launch_module.launch.main(["--dry_run", *words], standalone_mode=False, prog_name="zeroaccel launch")
+    launch.main(["--dry_run", *words], standalone_mode=False, prog_name="zeroaccel launch")
     return job
 
 

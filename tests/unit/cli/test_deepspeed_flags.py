@@ -11,10 +11,11 @@ import pytest
 
 from tests.support.commands import typed
 from zeroaccel.cli import compat as deepspeed_command
-from zeroaccel.cli.launch import foreign_flags
-from zeroaccel.cli.launch import launch_command as launch_module
+from zeroaccel.cli.launch import launch_job as launch_module
+from zeroaccel.cli.launch import launch_machine as machine_module
 from zeroaccel.cli.launch import launch_plan as plan_module
 from zeroaccel.cli.launch import ssh as ssh_module
+from zeroaccel.cli.launch import typed_settings as typed_module
 from zeroaccel.cli.machine import Device
 
 DEVICES = (Device("A100", 2**36, has_bf16=True),) * 8
@@ -37,7 +38,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch_module.os, "environ", {"HOME": str(tmp_path / "home"), "PATH": "/usr/bin:/bin"})
     monkeypatch.setattr(launch_module, "_run", lambda *_: pytest.fail("the launch began"))
-    for module in (plan_module, foreign_flags):
+    for module in (plan_module, machine_module):
         monkeypatch.setattr(module, "devices", lambda: DEVICES)
     monkeypatch.setattr(plan_module, "usable_cores", lambda: 16)
     monkeypatch.setattr(plan_module, "neighbouring_cores", lambda: list(range(16)))
@@ -113,7 +114,7 @@ def test_filters_choose_devices(
 def test_lines_of_torchrun_are_lines_of_this_launcher(
     words: str, world_size: str, first: dict[str, str], machine: pytest.MonkeyPatch
 ) -> None:
-    machine.setattr(foreign_flags, "usable_cores", lambda: 16)
+    machine.setattr(typed_module, "usable_cores", lambda: 16)
     process = _dry_run(f"{words} train.py").processes[0]
     assert process["WORLD_SIZE"] == world_size
     assert {name: process[name] for name in first} == first

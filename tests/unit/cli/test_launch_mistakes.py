@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import typed
-from zeroaccel.cli.launch import launch_command as launch_module
+from zeroaccel.cli.launch import launch_job as launch_module
+from zeroaccel.cli.launch import launch_machine as machine_module
 from zeroaccel.cli.launch import launch_plan as plan_module
 from zeroaccel.cli.machine import Device, Disk
 from zeroaccel.offload import offload_folder as folder_module
@@ -23,7 +24,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a script on a machine without accelerators; the test fails if a launch begins."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch_module.os, "environ", {"HOME": str(tmp_path / "home"), "PATH": "/usr/bin:/bin"})
-    monkeypatch.setattr(launch_module, "local_disks", lambda: iter(()))
+    monkeypatch.setattr(machine_module, "local_disks", lambda: iter(()))
     monkeypatch.setattr(plan_module, "devices", lambda: ())
     monkeypatch.setattr(launch_module, "_run", lambda *_: pytest.fail("the launch began"))
     (tmp_path / "train.py").touch()
@@ -120,7 +121,7 @@ def test_files_that_nobody_named_a_folder_for_go_to_the_roomiest_disk(
 ) -> None:
     folder = str(tmp_path / "folder")
     disks = Disk("/full", "xfs", 2**31), Disk(folder, "ext4", 64 * 2**30), Disk("/small", "xfs", 2**32)
-    monkeypatch.setattr(launch_module, "local_disks", lambda: iter(disks))
+    monkeypatch.setattr(machine_module, "local_disks", lambda: iter(disks))
     monkeypatch.setattr(folder_module, "_file_system", lambda _: "ext4")  # not the file system of the temporary folder
     said = typed(f"launch --dry_run --cpu {json} {NVME} train.py")
     assert f"no --offload_optimizer_nvme_path: files go to {folder} (ext4, 64 GiB free), the local disk" in said.err

@@ -88,7 +88,7 @@ def test_a_machine_that_meets_no_other_says_why(monkeypatch: pytest.MonkeyPatch,
     def raise_it(*_: object) -> NoReturn:
         raise error
 
-    monkeypatch.setattr(agent, "launch_agent", raise_it)
+    monkeypatch.setattr(agent.RankAgent, "run", raise_it)
     settings = launch_settings({"num_processes": 1, "use_cpu": True})
     plan = plan_launch(settings, Program(sys.executable, kind="executable"), os.environ)
     expected = said.format(machine="machine 0 of 1", place=f"{plan.host}:{plan.port}")

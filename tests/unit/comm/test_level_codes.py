@@ -98,7 +98,7 @@ def test_torch_operations_have_the_bits_of_compiled_loops(name: str, dtype: torc
     level_codes._encode_in_torch(values, codec, *codec.views(other, values.numel()))
     assert torch.equal(code, other)
     out, expected = torch.empty_like(values), torch.empty_like(values)
-    level_codes._decode_in_torch(out, codec, *codec.views(code, values.numel()))
+    level_codes._decode_in_torch(code, codec, out)
     decode(code, codec, expected)
     assert torch.equal(out.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
 
@@ -107,20 +107,21 @@ def test_torch_operations_have_the_bits_of_compiled_loops(name: str, dtype: torc
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shift", [0, 1])
 def test_the_kernel_has_the_bits_of_compiled_loops(name: str, dtype: torch.dtype, shift: int) -> None:
-    """Compiled for the host, also with codes and values that are not aligned to its loads and stores."""
+    """Compiled for the host: several rows in one launch, also not aligned to its loads and stores."""
     codec = FORMATS[name]
     assert isinstance(codec, LevelCodec)
     numel = 64 * 77
     values = _spread(numel).to(dtype)
     values[:64] = 0
     values[100], values[200] = math.inf, math.nan
-    scales, codes = codec.views(_code(values, name), numel)
-    expected, out = torch.empty_like(values), torch.zeros(numel + shift, dtype=dtype)
-    decode(_code(values, name), codec, expected)
-    moved = torch.zeros(codes.numel() + shift, dtype=torch.uint8)[shift:].copy_(codes)
-    table = torch.from_numpy(level_codes._table(codec))
-    host_kernels().decode_levels(scales, moved, out[shift:], table, codec.block_numel)
-    assert torch.equal(out[shift:].nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
+    of_rows = [_code(each, name) for each in (values, values.flip(0), -values)]  # mxfp4's are not aligned to words
+    expected, out = torch.zeros(3, numel, dtype=dtype), torch.zeros(3 * numel + shift, dtype=dtype)[shift:].view(3, -1)
+    for code, row in zip(of_rows, expected, strict=True):
+        decode(code, codec, row)
+    layout, table = (codec.block_numel, codec.scales_nbytes(numel)), torch.from_numpy(level_codes._table(codec))
+    exponents = codec.scale_dtype is torch.uint8
+    host_kernels().decode_levels(torch.stack(of_rows), out, table, *layout, has_exponents=exponents)
+    assert torch.equal(out.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
 
 
 def test_bytes_per_value() -> None:

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from tests.support.refusals import refused
-from zeroaccel.cli.launch.foreign_flags import ForeignFlags
+from zeroaccel.cli.launch.typed_settings import TypedSettings
 from zeroaccel.config.launch.launch_file import parse_launch_file
 from zeroaccel.config.launch.launch_foreign import translate_fsdp
-from zeroaccel.config.launch.launch_sources import ExplicitSettings, gather
+from zeroaccel.config.launch.launch_sources import ExplicitSettings
+from zeroaccel.config.launch.resolution import resolve
 from zeroaccel.errors import ConfigError
 
 
@@ -268,7 +269,7 @@ def test_a_note_says_why_offload_does_nothing(values: dict[str, Any], said: str)
 
 def test_rdzv_conf_may_have_the_endpoint() -> None:
     conf = {"rdzv_backend": "c10d", "rdzv_endpoint": "node1:29400", "join_timeout": 60}
-    given = gather(ExplicitSettings({"rdzv_conf": conf}, {"rdzv_conf": "--rdzv_conf"}), {}, ExplicitSettings())
+    given, _ = resolve(ExplicitSettings.of({"rdzv_conf": conf}, "--rdzv_conf"))
     assert given.values == {
         "rdzv_backend": "c10d",
         "main_process_ip": "node1",
@@ -276,14 +277,17 @@ def test_rdzv_conf_may_have_the_endpoint() -> None:
         "rdzv_conf": {"join_timeout": 60},
     }
     assert given.where("main_process_port") == "--rdzv_conf"
-    file = ExplicitSettings({"main_process_ip": "node2"}, {"main_process_ip": "f.yaml:1:1"})
-    given = gather(ExplicitSettings({"rdzv_conf": {**conf, "is_host": "1"}}, {"rdzv_conf": "--rdzv_conf"}), {}, file)
+    file = ExplicitSettings(
+        {"rdzv_conf": {**conf, "is_host": "1"}, "main_process_ip": "node2"},
+        {"rdzv_conf": "f.yaml:2:1", "main_process_ip": "f.yaml:1:1"},
+    )
+    given, _ = resolve(file=lambda _: file)
     assert given.values["main_process_ip"] == "node2"
     assert (
         given.notes[1]
-        == "--rdzv_conf: main_process_ip node1: does nothing, because f.yaml:1:1: main_process_ip is node2"
+        == "f.yaml:2:1: main_process_ip node1: does nothing, because f.yaml:1:1: main_process_ip is node2"
     )
-    assert given.notes[-1] == "--rdzv_conf: is_host: does nothing: machine 0 hosts the rendezvous"
+    assert given.notes[-1] == "f.yaml:2:1: is_host: does nothing: machine 0 hosts the rendezvous"
 
 
 def test_flags_that_change_nothing_are_noted_and_others_taken() -> None:
@@ -294,12 +298,11 @@ def test_flags_that_change_nothing_are_noted_and_others_taken() -> None:
         "parallelism_config_cp_size": "1",
     }
     typed |= {"pass_local_rank": None, "master_port": "5", "log_level": "info", "fsdp_version": "2", "num_gpus": "-1"}
-    flags = ForeignFlags.take_from(typed)
-    assert typed == {}
-    assert flags.above(ExplicitSettings()).values == {"main_process_port": 5}
-    assert flags.above(ExplicitSettings()).sources == {"main_process_port": "--master_port"}
+    flags = TypedSettings.of(typed)
+    assert flags.settings.values == {"main_process_port": 5}
+    assert flags.settings.sources == {"main_process_port": "--master_port"}
     assert (flags.fsdp, flags.is_fsdp, flags.num_gpus) == ({"fsdp_version": "2"}, True, None)
-    assert [note.partition(":")[0] for note in flags.notes] == [
+    assert [note.partition(":")[0] for note in flags.settings.notes] == [
         "--quiet",
         "--downcast_bf16",
         "--use_parallelism_config",
@@ -319,11 +322,11 @@ def test_flags_that_change_nothing_are_noted_and_others_taken() -> None:
     ],
 )
 def test_the_older_fsdp_flag_is_translated(words: str, fsdp: dict[str, Any]) -> None:
-    flags = ForeignFlags.take_from({"fsdp": words, "pass_local_rank": None})
+    flags = TypedSettings.of({"fsdp": words, "pass_local_rank": None})
     assert (flags.fsdp, flags.is_fsdp) == (fsdp, True)
     assert translate_fsdp({"fsdp_sharding_strategy": "full shard"}).values["zero_stage"] == 3
 
 
 def test_an_unknown_word_of_the_older_fsdp_flag_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"--fsdp: expected one of full_shard, .* got 'full shart'"):
-        ForeignFlags.take_from({"fsdp": "full shart", "pass_local_rank": None})
+        TypedSettings.of({"fsdp": "full shart", "pass_local_rank": None})

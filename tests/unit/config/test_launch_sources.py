@@ -12,24 +12,20 @@ import pytest
 import yaml
 
 from tests.support.refusals import refused
-from zeroaccel.cli.launch.launch_flags import GROUPS, flag, setting_flags, settings_from_flags
+from zeroaccel.cli.launch.launch_command import setting_flags
+from zeroaccel.cli.launch.typed_settings import TypedSettings
 from zeroaccel.config.launch.launch_file import read_launch_file
 from zeroaccel.config.launch.launch_json import check_json
-from zeroaccel.config.launch.launch_settings import (
-    DeepSpeedSection,
-    DynamoSettings,
-    LaunchSettings,
-    ParallelSettings,
-)
+from zeroaccel.config.launch.launch_settings import LaunchSettings
 from zeroaccel.config.launch.launch_sources import (
     ExplicitSettings,
     LaunchedSettings,
     from_environment,
-    gather,
     launched_environment,
     settings_from_environment,
 )
-from zeroaccel.config.launch.setting_table import SETTINGS
+from zeroaccel.config.launch.resolution import resolve
+from zeroaccel.config.launch.setting_table import GROUP_ORDER, SETTINGS
 from zeroaccel.errors import ConfigError
 
 # Each setting with three valid values, as text; a file has them as YAML parses them.
@@ -51,11 +47,7 @@ dynamo_backend inductor eager cudagraphs; dynamo_mode default reduce-overhead ma
 """
 TRIPLES = {name: tuple(values) for name, *values in (row.split() for row in VALUES.split(";"))}
 SWITCHES = dict.fromkeys(set(LaunchSettings.model_fields) - set(TRIPLES), ("true", "false", "true"))
-SECTIONS = {
-    **dict.fromkeys(DeepSpeedSection.model_fields, "deepspeed_config"),
-    **dict.fromkeys(DynamoSettings.model_fields, "dynamo_config"),
-    **dict.fromkeys(ParallelSettings.model_fields, "parallelism_config"),
-}
+SECTIONS = {name: row.section for name, row in SETTINGS.items() if row.section}
 
 
 def _typed(name: str, text: str) -> ExplicitSettings:
@@ -65,11 +57,12 @@ def _typed(name: str, text: str) -> ExplicitSettings:
     @click.command()
     @setting_flags
     def command(**typed: Any) -> None:
-        said.append(settings_from_flags(typed))
+        said.append(TypedSettings.of(typed).settings)
 
-    values = [flag(name), text] if name in TRIPLES or SETTINGS[name].takes_value else [flag(name)]
+    flag = SETTINGS[name].flag_name
+    values = [flag, text] if name in TRIPLES or SETTINGS[name].takes_value else [flag]
     if text == "false" and len(values) == 1:
-        values = [flag(name).replace("--", "--no_")]
+        values = [flag.replace("--", "--no_")]
     command.main(values, standalone_mode=False)
     return said[0]
 
@@ -83,8 +76,11 @@ def test_flag_before_environment_before_file_before_default(name: str, tmp_path:
     environ = {f"ZEROACCEL_{name.upper()}": by_variable}
     file, flags = read_launch_file(path), _typed(name, by_flag)
 
+    # Stage 3 by the scheduler, because offload of parameters and ZeRO++ have no effect at others.
+    stage = ExplicitSettings.of({} if name == "zero_stage" else {"zero_stage": 3}, "scheduler")
+
     def won(flags: ExplicitSettings, environ: dict[str, str], file: ExplicitSettings) -> tuple[object, str]:
-        given = gather(flags, environ, file)
+        given, _ = resolve(flags, environ, stage, lambda _: file, lambda _: None)
         settings = LaunchSettings(**given.values)
         return getattr(settings, name), given.sources.get(name, "default")
 
@@ -92,7 +88,7 @@ def test_flag_before_environment_before_file_before_default(name: str, tmp_path:
         won(*one)
         for one in [(flags, environ, file), (ExplicitSettings(), environ, file), (ExplicitSettings(), {}, file)]
     )
-    assert (first[1], second[1]) == (flag(name), f"environment ZEROACCEL_{name.upper()}")
+    assert (first[1], second[1]) == (SETTINGS[name].flag_name, f"environment ZEROACCEL_{name.upper()}")
     assert third[1].startswith(f"{path}:")
     assert first[0] != second[0]
     assert second[0] != third[0]
@@ -100,8 +96,8 @@ def test_flag_before_environment_before_file_before_default(name: str, tmp_path:
 
 
 def test_every_setting_has_a_flag_in_one_group() -> None:
-    grouped = [name for names in GROUPS.values() for name in names]
-    assert sorted(grouped) == sorted(LaunchSettings.model_fields)
+    assert {row.group for row in SETTINGS.values()} == set(GROUP_ORDER)
+    assert sorted(SETTINGS) == sorted(LaunchSettings.model_fields)
 
 
 def test_settings_reach_the_ranks_with_their_sources() -> None:
@@ -173,7 +169,7 @@ def test_variables_that_the_processes_read_themselves_count_more_than_the_file()
         {"num_cpu_threads_per_process": 4, "gpu_ids": "0"},
         dict.fromkeys(("num_cpu_threads_per_process", "gpu_ids"), "f"),
     )
-    given = gather(ExplicitSettings(), {"OMP_NUM_THREADS": "8,2", "CUDA_VISIBLE_DEVICES": "-1"}, file)
+    given, _ = resolve(environ={"OMP_NUM_THREADS": "8,2", "CUDA_VISIBLE_DEVICES": "-1"}, file=lambda _: file)
     assert given.values == {"num_cpu_threads_per_process": None, "gpu_ids": "all"}
 
 

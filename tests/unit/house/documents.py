@@ -21,7 +21,7 @@ import torch
 
 from zeroaccel.cli.main import SUB_COMMANDS
 from zeroaccel.cli.main import main as main_command
-from zeroaccel.config.launch.launch_sources import OTHER_VARIABLES, variables_of
+from zeroaccel.config.launch.launch_sources import OTHER_VARIABLES
 from zeroaccel.config.launch.setting_table import SETTINGS
 from zeroaccel.parallel.axes import AXES
 
@@ -295,4 +295,4 @@ def _absent_command(line: str) -> Iterator[str]:
 @cache
 def known_variables() -> Collection[str]:
     """Returns the environment variables of this package."""
-    return {*OTHER_VARIABLES, *(variable for name in SETTINGS for variable in variables_of(name))}
+    return {*OTHER_VARIABLES, *(variable for row in SETTINGS.values() for variable in row.read_variables)}

@@ -24,6 +24,7 @@ LAYERS = (
     ("zero",),
     ("checkpoint",),
     ("activations", "data", "rollout"),
+    ("engine",),
     ("setup",),
     ("parallel",),
     ("(faces)",),  # every other module directly in zeroaccel/, and the package itself
@@ -39,7 +40,7 @@ ENVIRONMENT_READERS = {
     "cli/verify.py": "passes the environment to its own jobs, with a variable for `verify`",
     "cli/launch/fork_server.py": "a fork becomes a rank, whose environment comes with the request",
     "cli/launch/forked_ranks.py": "the importing process has the environment that all ranks of the machine share",
-    "cli/launch/launch_command.py": "the launcher's own switches, and the variables that its plan passes to ranks",
+    "cli/launch/launch_job.py": "the launcher's own switches, and the variables that its plan passes to ranks",
     "cli/launch/node.py": "variables from the launching machine, for the ranks that it starts",
     "cli/launch/runner.py": "inside a rank: the number of local ranks, and the path of its error report",
     "zeroaccel/comm/environment.py": "the job's variables from the launcher or a command, and the hang limit",
@@ -57,28 +58,29 @@ ENVIRONMENT_READERS = {
 
 # Folder -> its limit of code lines. A commit that raises a limit states the reason.
 MAX_CODE_LINES: Mapping[str, int] = {
-    "": 880,
-    "accelerate": 4227,
+    "": 1228,
+    "accelerate": 4264,
     "checkpoint": 6072,
-    "cli": 7351,
+    "cli": 7182,
     "comm": 3877,
-    "compat": 3438,
-    "config": 4190,
-    "data": 865,
+    "compat": 3703,
+    "config": 4556,
+    "data": 890,
     "estimate": 2061,
     "offload": 985,
-    "ops": 2425,
+    "ops": 2427,
     "optim": 1305,
-    "parallel": 3948,
+    "parallel": 3955,
     "rollout": 1160,
-    "setup": 1455,
-    "telemetry": 1170,
+    "setup": 1461,
+    "telemetry": 1385,
     "utils": 60,
-    "zero": 9015,
+    "zero": 8986,
 }
 LOOSE_LINES = 100
-MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 8
+MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 7
 MAX_LINES = 900
+MAX_METHODS = 40
 # Files that name CUDA, with the reason. Others use the device's type and torch.get_device_module(device).
 CUDA_FILES = {
     "zeroaccel/accelerate/launchers.py": "after CUDA's initialization, forks cannot use devices",
@@ -97,7 +99,6 @@ CUDA_FILES = {
 }
 # Files that may be longer, with the reason.
 LONG_FILES = {
-    "zeroaccel/zero/engine_base.py": "one class: the step, and documented methods, which delegate",
     "zeroaccel/checkpoint/zero_to_fp32.py": "a whole program, copied next to checkpoints; it may import no other file",
 }
 # Files besides zero/hooks.py that register hooks, with the reason.
@@ -147,20 +148,22 @@ ENGINE_LAYERS: tuple[tuple[str, ...], ...] = (
         "quantized_weights",
         "wrap_policy",
         "access.safetensors_file",
+        "access.lazy_tensors",
     ),
     ("changed_bits",),
     ("storage.copy_stream", "storage.shards"),
     ("storage.code_shards",),
     ("storage.masters", "storage.swapped_masters", "storage.placement"),
     ("param_unit",),
-    ("coordinator", "grad_reducer", "param_check"),
+    ("coordinator", "grad_reducer", "param_check", "weight_writer"),
     ("sharded_optimizer",),
+    ("update_thread",),
     ("weight_update", "storage.state_offload", "access.param_registry"),
     ("step_boundary", "access.full_params", "access.safe_get_set", "model_check"),
     ("build_units", "from_config", "hooks"),
     ("step_trace",),
-    ("engine_base",),
-    ("engine", "access.deferred_init", "access.load_safetensors"),
+    ("engine_core",),
+    ("access.deferred_init", "access.load_safetensors"),
 )
 # Former metaphors, and people as subjects in place of components. The rule reads comments, docstrings and names, but
 # not messages.
@@ -536,6 +539,17 @@ def functions_stay_short(package: Mapping[str, Source]) -> Iterator[str]:
         yield f"{places}: at most {MAX_LONG_FUNCTIONS} functions may have more than {LONG_FUNCTION_LINES} lines"
 
 
+def classes_stay_small(package: Mapping[str, Source]) -> Iterator[str]:
+    """No class defines more than `MAX_METHODS` methods, properties included."""
+    for source in package.values():
+        for node in source.nodes:
+            if not isinstance(node, ast.ClassDef):
+                continue
+            names = {item.name for item in node.body if isinstance(item, (ast.FunctionDef, ast.AsyncFunctionDef))}
+            if len(names) > MAX_METHODS:
+                yield source.at(node, f"class {node.name} has {len(names)} methods, more than {MAX_METHODS}")
+
+
 def folders_keep_their_size(package: Mapping[str, Source]) -> Iterator[str]:
     """No folder exceeds its limit in `MAX_CODE_LINES` or is more than `LOOSE_LINES` below it."""
     lines: Counter[str] = Counter()
@@ -657,6 +671,7 @@ PACKAGE_RULES: tuple[Rule, ...] = (
     old_words_are_gone,
     variables_say_what_they_are,
     functions_stay_short,
+    classes_stay_small,
     folders_keep_their_size,
 )
 TREE_RULES: tuple[Rule, ...] = (files_stay_short, names_say_something, nothing_is_left_open)

@@ -15,7 +15,7 @@ PRIVATE: Mapping[str, str] = {
     "numba.core.caching": "Cache._cache_file",
     "numba.core.dispatcher": "Dispatcher._cache",
     # autograd, storages and the compiler
-    "torch": "Tensor._base Tensor._is_view _foreach_copy_ _foreach_zero_",
+    "torch": "Tensor._base Tensor._is_view Tensor._make_wrapper_subclass _foreach_copy_ _foreach_zero_",
     "torch.storage": "UntypedStorage._cdata",
     "torch._C": "_current_graph_task_id _functorch _get_tracing_state _storage_Use_Count",
     "torch._C._distributed_c10d": "_make_nccl_premul_sum",
@@ -27,7 +27,7 @@ PRIVATE: Mapping[str, str] = {
     "torch._inductor.exc": "InvalidCxxCompiler",
     "torch._ops": "OpOverload._schema",
     "torch._ops.ops.aten": "_local_scalar_dense _log_softmax _log_softmax_backward_data "
-    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward",
+    "_to_copy _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward",
     "torch._subclasses.fake_tensor": "DataDependentOutputException FakeTensorMode UnsupportedFakeTensorException",
     "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes",
     "torch.utils._pytree": "tree_flatten tree_leaves tree_map tree_unflatten",
@@ -40,11 +40,10 @@ PRIVATE: Mapping[str, str] = {
     "ProcessGroup.allgather_into_tensor_coalesced ProcessGroup.allreduce ProcessGroup.reduce_scatter_tensor_coalesced",
     "torch.distributed.checkpoint.filesystem": "_StorageInfo",
     "torch.distributed.distributed_c10d": "_get_default_store _world",
+    "torch.distributed.elastic.agent.server.local_elastic_agent": "LocalElasticAgent._pcontext "
+    "LocalElasticAgent._rendezvous LocalElasticAgent._start_workers",
     "torch.distributed.elastic.multiprocessing.subprocess_handler": "SubprocessHandler._popen "
     "SubprocessHandler._stderr SubprocessHandler._stdout",
-    "torch.distributed.elastic.rendezvous.dynamic_rendezvous": "DynamicRendezvousHandler._state_holder "
-    "RendezvousTimeout._last_call _Action _DistributedRendezvousOpExecutor "
-    "_DistributedRendezvousOpExecutor._add_to_redundancy_list _RendezvousJoinOp _should_keep_alive",
     "torch.distributed.pipelining": "PipelineStage.backward_maybe_with_nosync PipelineStage.backward_one_chunk "
     "PipelineStage.backward_weight_one_chunk PipelineStage.clear_runtime_states PipelineStage.forward_one_chunk "
     "PipelineStage.forward_maybe_with_nosync PipelineStage.get_bwd_recv_ops PipelineStage.get_bwd_send_ops "
@@ -53,9 +52,13 @@ PRIVATE: Mapping[str, str] = {
     # transformers and accelerate
     "transformers": "PreTrainedConfig._attn_implementation PreTrainedConfig._experts_implementation "
     "PreTrainedConfig._name_or_path",
+    "transformers.core_model_loading": "WeightTransform._original_source_patterns "
+    "WeightTransform._original_target_patterns convert_and_load_state_dict_in_model set_param_for_module tqdm",
     "transformers.integrations.deepspeed": "deepspeed_config is_deepspeed_zero3_enabled",
+    "transformers.integrations.mxfp4": "FP4_VALUES _convert_moe_packed_tensors",
     "transformers.masking_utils": "ALL_MASK_ATTENTION_FUNCTIONS",
     "transformers.modeling_utils": "ALL_ATTENTION_FUNCTIONS PreTrainedModel._from_config PreTrainedModel._tp_plan "
+    "PreTrainedModel._load_pretrained_model "
     "PreTrainedModel.from_pretrained PreTrainedModel.save_pretrained revert_weight_conversion",
     "transformers.models.mixtral.modeling_mixtral": "eager_attention_forward load_balancing_loss_func",
     "transformers.pytorch_utils": "Conv1D",
@@ -76,4 +79,4 @@ SINCE: Mapping[str, tuple[str, str]] = {
 }
 
 # Private names of Python itself.
-OF_PYTHON = frozenset({"_asdict", "_current_frames", "_exit", "_fields", "_getframe"})
+OF_PYTHON = frozenset({"_asdict", "_current_frames", "_exit", "_fields", "_getframe", "_replace"})

@@ -25,7 +25,7 @@ def test_measured_figures_have_a_results_file(document: Document) -> None:
     ("text", "complaint"),
     [
         ("See `zero/engine_bass.py`.", "zero/engine_bass.py: no such file"),
-        ("See `zero/engine.py:Motor`.", "zero/engine.py: has no Motor"),
+        ("See `zeroaccel/engine.py:Motor`.", "zeroaccel/engine.py: has no Motor"),
         ("Folders `tests/{unit,unity}`.", "{unit,unity}: no such file"),
         ("Read [this](docs/nowhere.md).", "docs/nowhere.md: no such file"),
         ("Call `zeroaccel.initialyze`.", "zeroaccel.initialyze: cannot be imported"),
@@ -46,7 +46,7 @@ def test_a_false_mention_is_found(text: str, complaint: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "See `zero/engine.py:Engine`, `tests/{unit,multi}` and [this](docs/design.md).",
+        "See `zeroaccel/engine.py:Engine`, `tests/{unit,multi}` and [this](docs/design.md).",
         "Call `zeroaccel.initialize(model)`, `zero.Init`, `engine.save_checkpoint()` or `torch.optim.Anything`.",
         "```sh\nZEROACCEL_NUM_PROCESSES=2 zeroaccel launch --num_processes 2 train.py --lr 1\n```",
         "Set `ZEROACCEL_NUM_PROCESSES` and `zero_optimization.stage`.",
@@ -57,7 +57,7 @@ def test_a_true_mention_passes(text: str) -> None:
 
 
 def test_a_figure_is_in_a_results_file_of_its_section() -> None:
-    results = "`benchmarks/results/pipeline_link-2026-11-23.md`"
+    results = "`benchmarks/results/pipeline_link.md`"
     figure = next(word for word in (ROOT / results.strip("`")).read_text().split() if word.isdigit())
     assert not list(unsourced(Document("page.md", f"# Speed\n\nIt takes {figure} ms ({results}).")))
     assert list(unsourced(Document("page.md", f"# Speed\n\nIt takes 987654 ms ({results}).")))

@@ -94,10 +94,20 @@ def test_names_and_keys_are_not_messages(prose: ModuleType) -> None:
 def test_every_page_and_module_is_read(prose: ModuleType) -> None:
     read = {path.relative_to(prose.ROOT).as_posix() for path in [*prose.pages(), *prose.sources()]}
     assert {"docs/design.md", "CHANGELOG.md", "tests/README.md"} <= read
-    assert {"zeroaccel/zero/engine.py", "cli/config/questions.py", "tests/unit/house/test_prose.py"} <= read
+    assert {"zeroaccel/engine.py", "cli/config/questions.py", "tests/unit/house/test_prose.py"} <= read
 
 
 def test_a_path_without_pages_or_sources_is_refused(prose: ModuleType) -> None:
     with pytest.raises(SystemExit, match="zeroacel: no page or source of the project"):
         prose.main(["zeroacel"])
     assert prose.main([str(prose.ROOT / "cli" / "__main__.py")]) == 0
+
+
+def test_rows_of_results_fit_a_page(prose: ModuleType) -> None:
+    row = f"| {'a' * 130} |"
+    assert [finding.rule for finding in prose.page_findings(row, "benchmarks/results/a.md")] == [
+        f"row of a table above {prose.MAX_ROW_COLUMNS} columns"
+    ]
+    assert list(prose.page_findings(row, "docs/a.md")) == []
+    pages = {path.parent.name for path in prose.pages() if "results" in path.parts}
+    assert pages == {"results"}

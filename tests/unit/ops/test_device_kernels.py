@@ -388,7 +388,7 @@ def test_every_kernel_is_one_of_the_source() -> None:
     kernels.encode(row, code, INT8.format)
     kernels.decode(code, row, INT8.format)
     kernels.sum_codes(code.view(1, 1, -1), row, 0, torch.zeros(1, 100), INT8.format)
-    kernels.decode_levels(torch.ones(2), code[0, :64], torch.zeros(128), torch.zeros(16), 64)
+    kernels.decode_levels(code, torch.zeros(1, 128), torch.zeros(16), 64, 8, has_exponents=False)
     updates = {OPTIMIZERS[name](torch.zeros(1)).kernel_name() for name in OPTIMIZERS}
     many = {"adam_many", "lamb_moments", "lamb_apply", "muon_momentum", "muon_apply"}  # `test_ops_full_tensors.py`
     assert sorted({*kernels.names, *updates, *many}) == sorted(kernel_names(SOURCE.read_text()))

@@ -116,9 +116,7 @@ def test_a_forward_says_which_input_is_elsewhere(own_job: None) -> None:
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             engine(torch.ones(1, 5))
         batch: Any = [torch.ones(1, 4)]
-        with pytest.raises(
-            TypeError, match=r"^zeroaccel\.zero\.engine\.Engine\(\) argument after \*\* must be a mapping"
-        ):
+        with pytest.raises(TypeError, match=r"^zeroaccel\.engine\.Engine\(\) argument after \*\* must be a mapping"):
             engine(**batch)
         engine.backward(engine(torch.ones(1, 4)).sum())
         engine.step()

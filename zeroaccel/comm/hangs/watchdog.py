@@ -334,19 +334,15 @@ class Watchdog:
         recorder.probe = None
         return None
 
-    def _longest_of_any(self) -> CollectiveRecord | None:
-        """Returns the collective that blocks this rank: one of all ranks if any, else one of a followed recorder."""
-        return self._blocked_in()[1]
-
     def _blocked_in(self) -> tuple[str, CollectiveRecord | None]:
-        """Returns the name of the recorder and the collective that blocks this rank."""
+        """Returns the collective that blocks this rank, of all ranks if any, after the name of its recorder."""
         recorders = ("", self._flight_recorder), *((each.name, each.recorder) for each in self._followed)
         waits = ((name, entry) for name, recorder in recorders if (entry := self._longest_pending(recorder)))
         return next(waits, ("", None))
 
     def _overdue(self) -> Alarm | None:
         """Returns an alarm if a collective has waited longer than the limit."""
-        if (entry := self._longest_of_any()) is None:
+        if (entry := self._blocked_in()[1]) is None:
             return None
         waited = time.monotonic() - entry.since
         if waited <= self.limit:
@@ -472,7 +468,7 @@ class Watchdog:
                 return self._adopt(self._report_alone(alarm), logged=False)
             # The lowest rank that can answer writes the report. If it does not (stuck in native code), any other rank
             # may, and the store admits one of them.
-            if may_claim and (self._is_lowest_able() or waited > _SUCCESSION_SECONDS):
+            if may_claim and (all(map(self._peers.cannot_answer, range(self._rank))) or waited > _SUCCESSION_SECONDS):
                 may_claim = False
                 if channel.claim_report():
                     channel.publish_report(self._write_report(channel, alarm))
@@ -490,14 +486,11 @@ class Watchdog:
         """
         deadline = time.monotonic() + (_SETTLE_SECONDS if alarm.rank != self._rank else 0.0)
         while self._exit_notice is None and time.monotonic() < deadline:
-            entry = self._longest_of_any()
+            _, entry = self._blocked_in()
             if entry is not None and time.monotonic() - entry.since >= _STEADY_SECONDS:
                 break
             time.sleep(_STEADY_SECONDS / 4)
         return self._exit_notice or self._rank_state()
-
-    def _is_lowest_able(self) -> bool:
-        return all(self._peers.cannot_answer(rank) for rank in range(self._rank))
 
     def _write_report(self, channel: SideChannel, alarm: Alarm) -> HangReport:
         """Collects the states of the ranks that answer in time, and logs the report."""

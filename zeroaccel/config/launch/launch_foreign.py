@@ -14,35 +14,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zeroaccel.config.diagnostics import KeyPath, Problem, closest
-from zeroaccel.config.launch.launch_settings import DeepSpeedSection, HostSettings, LaunchFile
-from zeroaccel.config.section import as_text, out_of_quotes, spellings
+from zeroaccel.config.launch.foreign_names import (
+    FSDP_KEYS,
+    FSDP_LEFT_OUT,
+    FSDP_NUMBERS,
+    FSDP_RESHARD,
+    FSDP_STAGES,
+    FSDP_STRATEGY,
+    IDLE_KEYS,
+    JSON_KEYS,
+    KINDS_OF_SECTIONS,
+    LIKE_GPU,
+    MPI_LAUNCHERS,
+    OTHER_AXES,
+    SAYS_NOTHING,
+)
+from zeroaccel.config.launch.launch_settings import LaunchFile
+from zeroaccel.config.launch.setting_table import DYNAMO_SECTION, MACHINES, MESH_SECTION, SETTINGS, ZERO_SECTION
+from zeroaccel.config.section import as_text, out_of_quotes
 from zeroaccel.errors import ConfigError
-
-_STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
-_NUMBERED = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
-_STRATEGY, _RESHARD = "fsdp_sharding_strategy", "fsdp_reshard_after_forward"
-_BLOCKS = "because zeroaccel finds the repeated blocks of a model"
-_PREFETCH = "because stage3_prefetch_bucket_size in the JSON config controls prefetching"
-# FSDP settings without a counterpart -> the reason why none is needed.
-_LEFT_OUT: Mapping[str, str] = {
-    "fsdp_auto_wrap_policy": _BLOCKS,
-    "fsdp_transformer_layer_cls_to_wrap": _BLOCKS,
-    "fsdp_min_num_params": _BLOCKS,
-    "fsdp_backward_prefetch": _PREFETCH,
-    "fsdp_backward_prefetch_policy": _PREFETCH,
-    "fsdp_forward_prefetch": _PREFETCH,
-    "fsdp_use_orig_params": "because parameters always keep their names and shapes",
-    "fsdp_sync_module_states": "because the engine always uses the weights of rank 0",
-    "fsdp_activation_checkpointing": "because activation_checkpointing.wrap_blocks in the JSON config, or "
-    "transformers' model.activation_checkpointing_enable(), sets recomputation",
-    "fsdp_activation_checkpointing_offload": "because activation_checkpointing in the JSON config offloads",
-    "fsdp_version": "because there is only one engine",
-    "fsdp_ignored_modules": "because the engine shards every module",
-}
-_TRANSLATED = (_STRATEGY, _RESHARD, "fsdp_offload_params", "fsdp_cpu_ram_efficient_loading", "fsdp_state_dict_type")
-
-FSDP_KEYS: tuple[str, ...] = (*_TRANSLATED, *_LEFT_OUT)
-"""Known settings of FSDP, each also a flag of accelerate's launcher."""
 
 
 @dataclass
@@ -85,9 +75,9 @@ def translate_fsdp(fsdp: Mapping[str, Any], num_machines: int = 1) -> FsdpTransl
         elif key == "fsdp_state_dict_type":
             is_full = str(value).upper() in ("FULL_STATE_DICT", "1")
             _at_stage_3(key, value, "zero3_save_16bit_model", is_full, stage, translation)
-        elif key in _LEFT_OUT:
-            translation.notes.append((key, f"left out, {_LEFT_OUT[key]}"))
-        elif key not in (_STRATEGY, _RESHARD):
+        elif key in FSDP_LEFT_OUT:
+            translation.notes.append((key, f"left out, {FSDP_LEFT_OUT[key]}"))
+        elif key not in (FSDP_STRATEGY, FSDP_RESHARD):
             _unknown(key, written[key], translation)
     return translation
 
@@ -100,12 +90,12 @@ def fsdp_of_words(words: str) -> dict[str, Any]:
     """
     fsdp: dict[str, Any] = {}
     for word in _joined(words).replace(",", " ").split():
-        if word.upper() in _STAGES and _STRATEGY not in fsdp:
-            fsdp[_STRATEGY] = word.upper()
+        if word.upper() in FSDP_STAGES and FSDP_STRATEGY not in fsdp:
+            fsdp[FSDP_STRATEGY] = word.upper()
         elif word == "offload":
             fsdp["fsdp_offload_params"] = True
         elif word != "auto_wrap":
-            strategies = ", ".join(name.lower() for name in _STAGES)
+            strategies = ", ".join(name.lower() for name in FSDP_STAGES)
             raise ConfigError("--fsdp", expected=f"one of {strategies}, auto_wrap and offload", got=words)
     return fsdp
 
@@ -118,20 +108,20 @@ def _stage(
     settings: Mapping[str, Any], written: Mapping[str, str], num_machines: int, translation: FsdpTranslation
 ) -> int:
     # FSDP2 has no strategy: accelerate reads only the other key.
-    is_second = str(settings.get("fsdp_version", "")) == "2" and _RESHARD in settings
-    key = _RESHARD if is_second or _STRATEGY not in settings else _STRATEGY
+    is_second = str(settings.get("fsdp_version", "")) == "2" and FSDP_RESHARD in settings
+    key = FSDP_RESHARD if is_second or FSDP_STRATEGY not in settings else FSDP_STRATEGY
     strategy = _joined(str(settings.get(key, "FULL_SHARD"))).upper().removeprefix("SHARDINGSTRATEGY.").removeprefix("_")
     # FSDP2 without reshard_after_forward keeps parameters unsharded between forward and backward, as stage 2 does.
-    word = {"TRUE": "FULL_SHARD", "FALSE": "SHARD_GRAD_OP"}.get(strategy, _NUMBERED.get(strategy, strategy))
-    if word not in _STAGES:
-        expected = " or ".join(_STAGES) if key == _STRATEGY else "true or false"
+    word = {"TRUE": "FULL_SHARD", "FALSE": "SHARD_GRAD_OP"}.get(strategy, FSDP_NUMBERS.get(strategy, strategy))
+    if word not in FSDP_STAGES:
+        expected = " or ".join(FSDP_STAGES) if key == FSDP_STRATEGY else "true or false"
         translation.problems.append(Problem((written[key],), expected=expected, got=settings[key]))
         return 3
-    stage = _STAGES[word]
+    stage = FSDP_STAGES[word]
     translation.say("zero_stage", stage, key if key in settings else "")
     text = f"{as_text(settings[key])} -> " if key in settings else "not given, so all states are sharded -> "
-    translation.notes.append((key if key in settings else _STRATEGY, f"{text}zero_stage {stage}"))
-    other = _STRATEGY if key == _RESHARD else _RESHARD
+    translation.notes.append((key if key in settings else FSDP_STRATEGY, f"{text}zero_stage {stage}"))
+    other = FSDP_STRATEGY if key == FSDP_RESHARD else FSDP_RESHARD
     if other in settings:
         translation.notes.append((other, f"left out, because {key} takes precedence"))
     if word.startswith("HYBRID") and num_machines > 1:
@@ -177,51 +167,10 @@ def _is_true(value: Any) -> bool:
     return str(value).lower() in ("true", "1", "yes", "y", "on", "t")
 
 
-_AXES = "parallelism_config"
-OTHER_AXES: Mapping[str, str] = {
-    "cp_size": "context parallelism is not available; sp_size splits sequences",
-    "cp_backend": "",
-    "cp_comm_strategy": "",
-    "sp_backend": "the only method of sequence parallelism is DeepSpeed's (Ulysses)",
-}
-"""Settings of accelerate's mesh that are not available here -> reason for refusing a size above 1, or ""."""
-_SECTION = "deepspeed_config"
 _FSDP = "fsdp_config"
 _TP = "tp_config"
-_LIKE_GPU = ("MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_HPU", "MULTI_NEURON")
-_TPU = "because it is a setting for TPUs"
-# Key -> reason why accelerate ignores it on a machine without TPUs, as a launch here does.
-_IDLE: Mapping[str, str] = {
-    "tpu_name": _TPU,
-    "tpu_zone": _TPU,
-    "tpu_env": _TPU,
-    "tpu_vm": _TPU,
-    "tpu_use_cluster": _TPU,
-    "tpu_use_sudo": _TPU,
-    "commands": _TPU,
-    "command_file": _TPU,
-    "downcast_bf16": _TPU,
-    "main_training_function": f"{_TPU}; the launcher runs scripts as they are",
-    "ipex_config": "because zeroaccel does not use that library",
-    "ipex_plugin_kwargs": "because zeroaccel does not use that library",
-}
-_SAYS_NOTHING: tuple[object, ...] = (None, {}, [], "", False, "no", "main", "NO")
-# Section -> the values of distributed_type that use it.
-_FOR_KIND: Mapping[str, tuple[str, ...]] = {_FSDP: ("FSDP",), _TP: ("TP",), "megatron_lm_config": ("MEGATRON_LM",)}
-_JSON_KEYS = (
-    "zero_optimization", "fp16", "bf16", "optimizer", "scheduler", "train_batch_size", "steps_per_print",
-    "train_micro_batch_size_per_gpu", "wall_clock_breakdown", "activation_checkpointing",
-    "zero_allow_untested_optimizer",
-)  # fmt: skip
-
-
-# Keys that accelerate reads only with several machines.
-_OTHER_MACHINES = (
-    "deepspeed_hostfile", "deepspeed_inclusion_filter", "deepspeed_exclusion_filter", "deepspeed_multinode_launcher",
-)  # fmt: skip
-MPI_LAUNCHERS = ("openmpi", "mpich", "impi", "mvapich")
-"""DeepSpeed's MPI launchers for the machines of a hostfile, replaced by ssh here."""
-_NAMED = ("_path", "_file", "_clipping", "hostfile")
+_NAMES = {name: row for row in SETTINGS.values() if row.section == ZERO_SECTION for name in (row.name, *row.spelled)}
+"""Key of the section of ZeRO, in any spelling -> its setting."""
 
 
 @dataclass
@@ -283,7 +232,7 @@ def _count(tree: Mapping[Any, Any], name: str, default: int | None = 1) -> objec
 
 def _brought_to_this_machine(foreign: ForeignKeys) -> None:
     kind = _kind(foreign.tree)
-    if kind in _LIKE_GPU:
+    if kind in LIKE_GPU:
         foreign.tree["distributed_type"] = "MULTI_GPU"
         foreign.notes.append((("distributed_type",), f"{kind} -> MULTI_GPU, on the accelerators of this machine"))
 
@@ -297,6 +246,17 @@ def _of_older_files(foreign: ForeignKeys) -> None:
         foreign.notes.append((("fp16",), f"{str(switch).lower()} -> mixed_precision {foreign.tree['mixed_precision']}"))
     elif switch is not None:
         foreign.tree["fp16"] = switch
+    if "dynamo_backend" in foreign.tree:
+        section = foreign.tree.get(DYNAMO_SECTION, {})
+        backend = foreign.tree.pop("dynamo_backend")
+        if not isinstance(section, dict):
+            foreign.problems.append(Problem((DYNAMO_SECTION,), expected="an object", got=section))
+        elif "dynamo_backend" in section:
+            text = f"the same setting as {DYNAMO_SECTION}.dynamo_backend"
+            foreign.problems.append(Problem(("dynamo_backend",), text=text, fix="keep one of the two"))
+        else:
+            foreign.tree[DYNAMO_SECTION] = {**section, "dynamo_backend": backend}
+            foreign.moved[(DYNAMO_SECTION, "dynamo_backend")] = ("dynamo_backend",)
 
 
 def _translate_tp(foreign: ForeignKeys) -> str:
@@ -305,14 +265,14 @@ def _translate_tp(foreign: ForeignKeys) -> str:
     if not isinstance(section, dict):
         foreign.problems.append(Problem((_TP,), expected="a size such as `tp_size: 2`", got=section))
         section = {}
-    axes = foreign.tree.get(_AXES)
+    axes = foreign.tree.get(MESH_SECTION)
     for key, value in section.items():
         if key != "tp_size":
             foreign.problems.append(Problem((_TP, str(key)), text="unknown key", fix="its only key is tp_size"))
         elif axes is None or isinstance(axes, dict):
-            foreign.tree[_AXES] = {**(axes or {}), key: value}
-            foreign.moved[(_AXES, key)] = (_TP, key)
-            foreign.notes.append(((_TP, key), f"{as_text(value)} -> {_AXES}.tp_size"))
+            foreign.tree[MESH_SECTION] = {**(axes or {}), key: value}
+            foreign.moved[(MESH_SECTION, key)] = (_TP, key)
+            foreign.notes.append(((_TP, key), f"{as_text(value)} -> {MESH_SECTION}.tp_size"))
     foreign.tree["distributed_type"] = "MULTI_GPU"
     foreign.notes.append((("distributed_type",), "TP -> MULTI_GPU; tp_size sets the ranks that share each layer"))
     return "MULTI_GPU"
@@ -320,13 +280,13 @@ def _translate_tp(foreign: ForeignKeys) -> str:
 
 def _drop_idle(foreign: ForeignKeys, kind: str | None) -> None:
     tree = foreign.tree
-    for key, reason in _IDLE.items():
-        is_filled = tree.get(key) not in _SAYS_NOTHING
+    for key, reason in IDLE_KEYS.items():
+        is_filled = tree.get(key) not in SAYS_NOTHING
         if key in tree and (is_filled or key not in LaunchFile.model_fields):
             del tree[key]
         if is_filled:
             foreign.notes.append(((key,), f"does nothing, {reason}"))
-    for key, kinds in _FOR_KIND.items():
+    for key, kinds in KINDS_OF_SECTIONS.items():
         if tree.get(key) and kind not in kinds:
             del tree[key]
             about_kind = "no distributed_type is given" if kind is None else f"distributed_type is {kind}"
@@ -350,21 +310,21 @@ def refused_axis(name: str, value: object) -> str:
 
 def _settle_axes(foreign: ForeignKeys) -> None:
     """Drops sizes of 1 and other values without effect, and refuses axes that are not available."""
-    section = foreign.tree.get(_AXES)
+    section = foreign.tree.get(MESH_SECTION)
     if section is None:
         return
     if not isinstance(section, dict):
-        foreign.problems.append(Problem((_AXES,), expected="sizes such as `sp_size: 2`", got=section))
-        del foreign.tree[_AXES]
+        foreign.problems.append(Problem((MESH_SECTION,), expected="sizes such as `sp_size: 2`", got=section))
+        del foreign.tree[MESH_SECTION]
         return
     ours = {}
     for key, value in section.items():
-        name = str(key).removeprefix(f"{_AXES}_")
+        name = str(key).removeprefix(f"{MESH_SECTION}_")
         if name not in OTHER_AXES:
             ours[key] = value
         elif reason := refused_axis(name, value):
-            foreign.problems.append(Problem((_AXES, str(key)), text=reason, got=value, fix="remove it"))
-    foreign.tree[_AXES] = ours
+            foreign.problems.append(Problem((MESH_SECTION, str(key)), text=reason, got=value, fix="remove it"))
+    foreign.tree[MESH_SECTION] = ours
 
 
 def _translate(foreign: ForeignKeys, typed: Mapping[str, Any]) -> None:
@@ -379,55 +339,54 @@ def _translate(foreign: ForeignKeys, typed: Mapping[str, Any]) -> None:
         Problem((_FSDP, *one.path), one.text, one.expected, one.got, one.fix, as_written=True)
         for one in translated.problems
     ]
-    if tree.pop(_SECTION, None):
-        foreign.notes.append(((_SECTION,), "does nothing, because distributed_type is FSDP"))
-    tree["distributed_type"], tree[_SECTION] = "DEEPSPEED", translated.values
-    foreign.moved[(_SECTION,)] = (_FSDP,) if fsdp else ("distributed_type",)
+    if tree.pop(ZERO_SECTION, None):
+        foreign.notes.append(((ZERO_SECTION,), "does nothing, because distributed_type is FSDP"))
+    tree["distributed_type"], tree[ZERO_SECTION] = "DEEPSPEED", translated.values
+    foreign.moved[(ZERO_SECTION,)] = (_FSDP,) if fsdp else ("distributed_type",)
     for name, key in translated.said_by.items():
         short = key.removeprefix("fsdp_")
         written = key if key in fsdp else short if short in fsdp else None
-        foreign.moved[(_SECTION, name)] = ("distributed_type",) if written is None else (_FSDP, written)
+        foreign.moved[(ZERO_SECTION, name)] = ("distributed_type",) if written is None else (_FSDP, written)
 
 
 def _drop_zero(foreign: ForeignKeys, kind: str) -> None:
     """Drops a DeepSpeed section, except its machine settings, if distributed_type does not use ZeRO."""
-    section = foreign.tree.get(_SECTION)
+    section = foreign.tree.get(ZERO_SECTION)
     if not isinstance(section, dict) or not section:
         return
-    names = {mark.name for one in HostSettings.model_fields.values() for mark in spellings(one)}
-    of_hosts = {key: value for key, value in section.items() if key in {*HostSettings.model_fields, *names}}
+    of_hosts = {key: value for key, value in section.items() if key in _NAMES and _NAMES[key].group == MACHINES}
     if len(of_hosts) < len(section):
-        foreign.tree[_SECTION] = of_hosts
-        foreign.notes.append(((_SECTION,), f"does nothing, because distributed_type is {kind}"))
+        foreign.tree[ZERO_SECTION] = of_hosts
+        foreign.notes.append(((ZERO_SECTION,), f"does nothing, because distributed_type is {kind}"))
 
 
 def _settle_section(foreign: ForeignKeys) -> None:
     """Handles the DeepSpeed section like accelerate, which passes its values on as text and ignores unknown keys."""
-    section = foreign.tree.get(_SECTION)
+    section = foreign.tree.get(ZERO_SECTION)
     if not isinstance(section, dict):
         return
-    others = {mark.name for one in DeepSpeedSection.model_fields.values() for mark in spellings(one)}
-    names = {*DeepSpeedSection.model_fields, *others}
     settled: dict[Any, Any] = {}
     for key, value in section.items():
-        if key in names:
-            if not (key.endswith(_NAMED) and str(value).lower() == "none"):
+        if key in _NAMES:
+            if not (_NAMES[key].kind in ("file", "folder", "number") and str(value).lower() == "none"):
                 settled[key] = value
-        elif key in _JSON_KEYS:
+        elif key in JSON_KEYS:
             text = "does nothing, as in accelerate: it belongs in the JSON file of deepspeed_config_file"
-            foreign.notes.append(((_SECTION, key), text))
-        elif closest(str(key), names):
+            foreign.notes.append(((ZERO_SECTION, key), text))
+        elif closest(str(key), _NAMES):
             settled[key] = value  # `normalize` reports it as unknown, with the key that was meant
         else:
-            foreign.notes.append(((_SECTION, key), "does nothing, because accelerate ignores unknown keys"))
+            foreign.notes.append(((ZERO_SECTION, key), "does nothing, because accelerate ignores unknown keys"))
     for key in ("deepspeed_multinode_launcher", "multinode_launcher"):
         if _count(foreign.tree, "num_machines", None) != 1 and str(settled.get(key, "")).lower() in MPI_LAUNCHERS:
             text = f"{settled[key]} -> ssh, which starts the same job on the machines of the hostfile"
-            foreign.notes.append(((_SECTION, key), text))
+            foreign.notes.append(((ZERO_SECTION, key), text))
             settled[key] = "ssh"
     if _count(foreign.tree, "num_machines", None) == 1:
-        for key in [key for key in settled if key in _OTHER_MACHINES]:
+        for key in [
+            key for key in settled if key in _NAMES and key == _NAMES[key].key[1] and _NAMES[key].group == MACHINES
+        ]:
             if settled[key] not in ("standard", "pdsh", "nossh"):
                 del settled[key]
-                foreign.notes.append(((_SECTION, key), "does nothing, because num_machines is 1"))
-    foreign.tree[_SECTION] = settled
+                foreign.notes.append(((ZERO_SECTION, key), "does nothing, because num_machines is 1"))
+    foreign.tree[ZERO_SECTION] = settled

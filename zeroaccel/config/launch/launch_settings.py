@@ -1,22 +1,22 @@
-"""Launch settings: their types, defaults and help, the keys of the launch file, and checks for contradictions.
+"""The models of a launch, made from the rows of `setting_table`: types, the launch file, checks for contradictions.
 
-Each setting is a field of one of the sections below, which gives its type, default and help. `setting_table` lists its
-other names (flag, variables, JSON path). The sections are those of the launch file, which uses accelerate's keys.
-`launch_settings` combines them into one flat `LaunchSettings` and checks it. This module does not inspect the machine:
-`zeroaccel.cli` checks cores, ports, host names and the script.
+`LaunchFile` has accelerate's keys and sections; `launch_settings` combines all settings into one flat `LaunchSettings`
+and checks them against each other. This module does not inspect the machine: `zeroaccel.cli` checks cores, ports, host
+names and the script.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError, create_model
 
 from zeroaccel.config.diagnostics import NOTHING, Problem, from_pydantic, hint
+from zeroaccel.config.launch.setting import Setting
+from zeroaccel.config.launch.setting_table import DYNAMO_SECTION, MESH_SECTION, SETTINGS, TRAINING, ZERO_SECTION
 from zeroaccel.config.parallel import AXES, ParallelConfig
-from zeroaccel.config.schema_zero import Device, FrozenFormat, Stage
 from zeroaccel.config.section import (
     AlsoSpelled,
     ConfigSection,
@@ -32,14 +32,16 @@ from zeroaccel.config.section import (
     as_integer,
     checked,
     lowered,
-    nested_section,
-    spellings,
     wrong,
 )
 from zeroaccel.errors import ConfigError, UsageError, compose
 
 Rendezvous = Literal["static", "c10d"]
-DistributedType = Literal["NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED"]
+Streams = int | dict[int, int]
+_Section = TypeVar("_Section", bound=ConfigSection)
+
+
+# -- types of values
 
 
 def _streams(value: object) -> object:
@@ -63,7 +65,7 @@ def _no(value: object) -> object:
     return "no" if value is False else value  # YAML reads a bare `no` as false
 
 
-def _gpu_ids(value: object) -> object:
+def _devices(value: object) -> object:
     text = str(value).replace(" ", "") if isinstance(value, (int, str)) and not isinstance(value, bool) else ""
     text = text.removesuffix(",")  # accelerate's files write a list of one device as "0,"
     names = text.split(",")
@@ -81,196 +83,104 @@ def _class_names(value: object) -> object:
     raise wrong("class names separated by commas")
 
 
-_SSH = ("pdsh",)  # accelerate's name for the launcher that reaches the machines of a hostfile
-_BY_HAND = ("nossh",)
+def _word(value: object) -> object:
+    return value.lower() if isinstance(value, str) else as_integer(value)
 
 
-def _launcher(value: object) -> object:
-    name = str(value).lower()
-    if name in ("openmpi", "mpich", "impi", "mvapich", "slurm"):
-        raise wrong('"ssh" or "standard"', "leave it out, and start `zeroaccel launch` under mpirun or srun")
-    return "ssh" if name in _SSH else "standard" if name in _BY_HAND else name
+def _choice(row: Setting) -> BeforeValidator:
+    """Returns the validator that reads a choice in any case, its synonyms, and the words that are refused."""
+    words: dict[Any, Any] = {_word(choice): choice for choice in row.choices} | dict(row.synonyms)
+    expected = row.expected or " or ".join(f'"{choice}"' for choice in row.choices)
+
+    def read(value: object) -> object:
+        word = "no" if value is False else _word(value)  # YAML reads a bare `no` as false
+        if word in words:
+            return words[word]
+        if row.expected or word in row.refused:
+            raise wrong(expected, row.refused.get(str(word), ""))
+        return value
+
+    return BeforeValidator(read)
 
 
-_TYPES = ("DEEPSPEED", "MULTI_GPU", "MULTI_CPU", "NO")
-_TRANSLATED = "pass --use_fsdp, which sets the equivalent ZeRO stage"
+_TYPES: Mapping[str, Any] = {
+    "switch": Flag,
+    "port": Annotated[int, checked(lambda value: type(value) is int and 0 <= value <= 65535, "a port, 0 to 65535")],
+    "text": Name,
+    "word": Annotated[Name, BeforeValidator(lowered), BeforeValidator(_no)],
+    "file": PathText,
+    "folder": PathText,
+    "names": Annotated[tuple[str, ...], BeforeValidator(_class_names)],
+    "devices": Annotated[str, BeforeValidator(_devices)],
+    "streams": Annotated[Streams, BeforeValidator(_streams)],
+    "pairs": Annotated[dict[str, int], BeforeValidator(_rendezvous_conf)],
+}
 
 
-def _distributed_type(value: object) -> object:
-    name = "NO" if value is False else str(value).upper()  # YAML reads a bare `NO` as false
-    if name in _TYPES:
-        return name
-    raise wrong("DEEPSPEED, MULTI_GPU, MULTI_CPU or NO", _TRANSLATED if name == "FSDP" else "")
+def type_of(row: Setting) -> Any:
+    """Returns the type of a setting's value for pydantic."""
+    if row.kind == "choice":
+        return Annotated[Literal[row.choices], _choice(row)]
+    if row.kind in ("count", "number"):
+        counts, numbers = (Count, PositiveCount), (NonNegativeNumber, PositiveNumber)
+        return (counts if row.kind == "count" else numbers)[not row.from_zero]
+    return _TYPES[row.kind]
 
 
-Port = Annotated[int, checked(lambda value: type(value) is int and 0 <= value <= 65535, "a port, 0 to 65535")]
-Streams = Annotated[int | dict[int, int], BeforeValidator(_streams)]
-RendezvousConf = Annotated[dict[str, int], BeforeValidator(_rendezvous_conf)]
-Precision = Annotated[Literal["no", "fp16", "bf16"], BeforeValidator(lowered), BeforeValidator(_no)]
-GpuIds = Annotated[str, BeforeValidator(_gpu_ids)]
-ClassNames = Annotated[tuple[str, ...], BeforeValidator(_class_names)]
-Launcher = Annotated[Literal["ssh", "standard"], BeforeValidator(_launcher)]
-EngineName = Annotated[Literal["zeroaccel", "deepspeed"], BeforeValidator(lowered)]
-LinePrefix = Annotated[Literal["auto", "all", "none"], BeforeValidator(lowered)]
-Kind = Annotated[DistributedType, BeforeValidator(_distributed_type)]
+def with_settings(rows: Iterable[Setting]) -> Callable[[type[_Section]], type[_Section]]:
+    """Returns a decorator that adds a field for each row to a section; the row's help describes it."""
+
+    def add(section: type[_Section]) -> type[_Section]:
+        fields: dict[str, Any] = {}
+        for row in rows:
+            kind = type_of(row)
+            optional = kind if row.default is not None or row.kind == "pairs" else kind | None
+            marks = tuple(map(AlsoSpelled, row.spelled))
+            default = {"default_factory": dict} if row.kind == "pairs" else {"default": row.default}
+            fields[row.name] = (
+                Annotated[(optional, *marks)] if marks else optional,
+                Field(description=row.about, **default),
+            )
+        fields |= {"__base__": section, "__doc__": section.__doc__, "__module__": section.__module__}
+        return cast(type[_Section], create_model(section.__name__, **fields))
+
+    return add
 
 
-class ProcessSettings(ConfigSection):
-    """Settings of the processes: their number, rendezvous, resources and output."""
-
-    distributed_type: Kind | None = None
-    """DEEPSPEED for the ZeRO engine; MULTI_GPU, MULTI_CPU or NO without it. [default: DEEPSPEED if ZeRO is set up]"""
-    engine: EngineName | None = None
-    """Package that `import deepspeed` loads in the processes. [default: deepspeed if installed, else zeroaccel]"""
-    num_processes: PositiveCount | None = None
-    """Number of processes in the job; MIN:MAX on one machine. [default: one per accelerator, else 1 per machine]"""
-    min_processes: PositiveCount | None = None
-    """With max_restarts, fewest processes to continue with after one has failed twice. [default: all of them]"""
-    num_machines: PositiveCount = 1
-    """Number of machines; run the command on each, with its --machine_rank. MIN:MAX with c10d. [default: 1]"""
-    min_machines: PositiveCount | None = None
-    """With c10d, fewest machines to start with, and to continue with if others fail. [default: all of them]"""
-    machine_rank: Count | None = None
-    """Number of this machine, from 0. Machine 0 hosts the rendezvous."""
-    main_process_ip: Name | None = None
-    """Address at which the other machines reach machine 0."""
-    main_process_port: Port | None = None
-    """Port on machine 0 for the rendezvous. [default: a free port on one machine, 29500 on several]"""
-    same_network: Flag = True
-    """Accepted without effect: the rendezvous is always at the address and port of machine 0."""
-    rdzv_backend: Rendezvous | None = None
-    """Rendezvous backend: static (fixed ranks) or c10d. [default: c10d on one machine, static on several]"""
-    rdzv_conf: RendezvousConf = Field(default_factory=dict)
-    """Rendezvous settings as KEY=VALUE,...: timeout (static), join_timeout, ... (c10d), in seconds."""
-    max_restarts: Count = 0
-    """Maximum number of restarts of all processes after failures. [default: 0]"""
-    monitor_interval: PositiveNumber = 0.1
-    """Interval in seconds at which the launcher checks its processes. [default: 0.1]"""
-    shutdown_timeout: NonNegativeNumber = 30.0
-    """Seconds that the processes have to exit after Ctrl-C or SIGTERM before they are killed. [default: 30]"""
-    use_cpu: Flag = False
-    """Hide the accelerators: the processes compute on the CPU and communicate through gloo."""
-    gpu_ids: GpuIds = "all"
-    """Devices of this machine to use, such as 0,2. [default: all that CUDA_VISIBLE_DEVICES lists]"""
-    num_cpu_threads_per_process: PositiveCount | None = None
-    """OMP_NUM_THREADS of each process. [default: cores of the machine divided by its processes]"""
-    enable_cpu_affinity: Flag = False
-    """Bind each process to its own block of adjacent cores."""
-    numa_affinity: Flag = True
-    """Bind each process to the cores and memory of its GPU's NUMA node. [default: if there are several nodes]"""
-    expandable_segments: Flag = True
-    """Set expandable_segments in PyTorch's allocator. [default: on NVIDIA GPUs, unless the environment sets it]"""
-    mixed_precision: Precision | None = None
-    """Precision of the model: no (fp32), fp16 or bf16. [default: the JSON config's, else no]"""
-    role: Name = "rank"
-    """Name of the processes in output and logs. [default: rank]"""
-    log_dir: PathText | None = None
-    """Folder for the output and the error reports of every process."""
-    tee: Streams = 0
-    """Also write output to files: 1 stdout, 2 stderr, 3 both, or per local rank: 0:3,1:2. Prefixes each line."""
-    redirects: Streams = 0
-    """Write output to files in --log_dir instead of the terminal; same values as --tee."""
-    log_line_prefix: LinePrefix = "auto"
-    """Prefix lines with [rank N]: auto (on a terminal, all ranks except 0), all or none. [default: auto]"""
-    timeout: NonNegativeNumber | None = None
-    """Seconds that a collective may wait for the other processes; 0 for no limit. [default: 600]"""
-    debug: Flag = False
-    """Show full tracebacks and the messages of torch's elastic agent."""
+def _of(section: str) -> list[Setting]:
+    return [row for row in SETTINGS.values() if row.section == section]
 
 
-class ZeroSettings(ConfigSection):
-    """ZeRO settings for scripts that do not set them; `deepspeed_config` in the launch file."""
-
-    deepspeed_config_file: PathText | None = None
-    """Config in DeepSpeed's JSON format. The settings below then only fill keys that it omits or sets to "auto"."""
-    zero_stage: Stage | None = None
-    """ZeRO stage: 1 shards optimizer states, 2 also gradients, 3 also parameters; 0 shards nothing. [default: 2]"""
-    offload_optimizer_device: Device | None = None
-    """Storage of the optimizer states, from stage 1 on: none (the device), cpu or nvme. [default: none]"""
-    offload_param_device: Device | None = None
-    """Storage of the parameters, at stage 3: none (the device), cpu or nvme. [default: none]"""
-    offload_optimizer_nvme_path: PathText | None = None
-    """Folder for optimizer states on nvme. [default: on the writable local disk with the most free space]"""
-    offload_param_nvme_path: PathText | None = None
-    """Folder for parameters on nvme. [default: on the writable local disk with the most free space]"""
-    gradient_accumulation_steps: PositiveCount | None = None
-    """Number of micro-batches per optimizer step. [default: the script's]"""
-    gradient_clipping: NonNegativeNumber | None = None
-    """Maximum global norm of the gradients; 0 disables clipping. [default: the script's]"""
-    zero3_init_flag: Flag | None = None
-    """Shard parameters while the model is being built, at stage 3. [default: false]"""
-    zero3_save_16bit_model: Flag | None = None
-    """Gather the whole model when it is saved, at stage 3. [default: false]"""
-    deepspeed_moe_layer_cls_names: ClassNames | None = None
-    """Classes of mixture-of-experts layers, separated by commas; the engine gathers each layer as a whole."""
-    zero_hpz_partition_size: PositiveCount | None = None
-    """At stage 3, ranks per group that holds a second copy of all shards (ZeRO++ hpZ). [default: 1, no copy]"""
-    zero_quantized_weights: Flag | None = None
-    """At stage 3, gather parameters as 8-bit integers (ZeRO++ qwZ). [default: false]"""
-    zero_quantized_gradients: Flag | None = None
-    """At stage 3, reduce gradients between machines as 4-bit integers (ZeRO++ qgZ). [default: false]"""
-    frozen_weights: FrozenFormat | None = None
-    """Quantize frozen matrices, such as the base model under LoRA: int8, nf4 or mxfp4. [default: not quantized]"""
+# -- the launch file
 
 
-class HostSettings(ConfigSection):
-    """Settings for starting the job on all machines of a hostfile; `deepspeed_config` in the launch file."""
+class SettingsSection(ConfigSection):
+    """A section with fields from `setting_table`."""
 
-    hostfile: Annotated[PathText | None, AlsoSpelled("deepspeed_hostfile")] = None
-    """File with one line per machine, such as: node1 slots=8. This launcher starts the job on all of them."""
-    inclusion_filter: Annotated[Name | None, AlsoSpelled("include"), AlsoSpelled("deepspeed_inclusion_filter")] = None
-    """Machines and devices of the hostfile to use, such as node1@node2:0,2."""
-    exclusion_filter: Annotated[Name | None, AlsoSpelled("exclude"), AlsoSpelled("deepspeed_exclusion_filter")] = None
-    """Machines and devices of the hostfile to exclude, such as node1:3."""
-    multinode_launcher: Annotated[Launcher | None, AlsoSpelled("deepspeed_multinode_launcher")] = None
-    """Transport to the other machines: ssh, or standard (you run the command on each). [default: ssh]"""
+    if TYPE_CHECKING:
+
+        def __init__(self, **values: Any) -> None: ...
+
+        def __getattr__(self, name: str) -> Any: ...
 
 
-class DynamoSettings(ConfigSection):
+@with_settings(_of(ZERO_SECTION))
+class DeepSpeedSection(SettingsSection):
+    """Settings of ZeRO and of the hostfile; `deepspeed_config` in the launch file."""
+
+
+@with_settings(_of(DYNAMO_SECTION))
+class DynamoSection(SettingsSection):
     """Settings of torch.compile; `dynamo_config` in the launch file."""
 
-    dynamo_backend: Annotated[Name, BeforeValidator(lowered), BeforeValidator(_no)] | None = None
-    """Backend of torch.compile, such as inductor; no disables compilation. [default: no]"""
-    dynamo_mode: Literal["default", "reduce-overhead", "max-autotune"] | None = None
-    """Mode of torch.compile: default, reduce-overhead or max-autotune."""
-    dynamo_use_fullgraph: Flag = False
-    """Raise an error at a graph break."""
-    dynamo_use_dynamic: Flag = False
-    """Compile for dynamic shapes."""
-    dynamo_use_regional_compilation: Flag = False
-    """Compile the repeated blocks instead of the whole model."""
 
-
-class ParallelSettings(ConfigSection):
+@with_settings(_of(MESH_SECTION))
+class ParallelSection(SettingsSection):
     """Sizes of the mesh axes; `parallelism_config` in the launch file."""
 
-    dp_replicate_size: Annotated[PositiveCount | None, AlsoSpelled("parallelism_config_dp_replicate_size")] = None
-    """Number of groups of processes that each hold one sharded model. [default: 1]"""
-    dp_shard_size: Annotated[PositiveCount | None, AlsoSpelled("parallelism_config_dp_shard_size")] = None
-    """Data-parallel processes per group; with one group, 1 means the default. [default: processes / other sizes]"""
-    pp_size: PositiveCount | None = None
-    """Number of pipeline stages, each on its own processes. [default: 1]"""
-    sp_size: Annotated[PositiveCount | None, AlsoSpelled("parallelism_config_sp_size")] = None
-    """Number of processes that share each sequence (Ulysses sequence parallelism). [default: 1]"""
-    tp_size: Annotated[PositiveCount | None, AlsoSpelled("parallelism_config_tp_size")] = None
-    """Number of processes that share each layer (tensor parallelism). [default: 1]"""
-    ep_size: PositiveCount | None = None
-    """Number of processes that divide the experts of each layer; each has its own samples. [default: 1]"""
-    sp_seq_length: Annotated[PositiveCount | None, AlsoSpelled("parallelism_config_sp_seq_length")] = None
-    """Tokens per sequence if all are equally long. Only accelerate reads it; zeroaccel takes any lengths."""
-    sp_seq_length_is_variable: Annotated[Flag | None, AlsoSpelled("parallelism_config_sp_seq_length_is_variable")] = (
-        None
-    )
-    """True if sequences differ in length. Only accelerate reads it; zeroaccel takes any lengths."""
-    sp_attn_implementation: Annotated[Name | None, AlsoSpelled("parallelism_config_sp_attn_implementation")] = None
-    """Attention implementation, such as sdpa. Only accelerate reads it; zeroaccel uses the model's own."""
 
-
-class DeepSpeedSection(ZeroSettings, HostSettings):
-    """`deepspeed_config` of the launch file."""
-
-
-class LaunchFile(ProcessSettings):
+@with_settings(_of(""))
+class LaunchFile(SettingsSection):
     """The launch file: accelerate's keys and zeroaccel's additional settings."""
 
     compute_environment: Literal["LOCAL_MACHINE"] = "LOCAL_MACHINE"
@@ -287,13 +197,13 @@ class LaunchFile(ProcessSettings):
     """A setting of TPUs: false."""
     deepspeed_config: DeepSpeedSection = DeepSpeedSection()
     """Settings of ZeRO and of the hostfile."""
-    dynamo_config: DynamoSettings = DynamoSettings()
+    dynamo_config: DynamoSection = DynamoSection()
     """Settings of torch.compile."""
     fsdp_config: FreeSection = None
     """Settings of FSDP: if distributed_type is FSDP, translated to the equivalent ZeRO stage and offload."""
     megatron_lm_config: FreeSection = None
     """Settings of Megatron-LM, which is another engine."""
-    parallelism_config: ParallelSettings = ParallelSettings()
+    parallelism_config: ParallelSection = ParallelSection()
     """Sizes of the mesh axes."""
     fp8_config: FreeSection = None
     """Settings of 8-bit training."""
@@ -303,11 +213,14 @@ class LaunchFile(ProcessSettings):
     """Settings of mpirun."""
 
 
-SECTIONS = ("deepspeed_config", "dynamo_config", "parallelism_config")
+SECTIONS = (ZERO_SECTION, DYNAMO_SECTION, MESH_SECTION)
 """Keys of the launch file that hold sections of settings."""
 
-DEFAULT_STAGE = 2
+DEFAULT_STAGE: int = SETTINGS["zero_stage"].unresolved
 """ZeRO stage of a launch that requests ZeRO without a stage, as in accelerate."""
+
+ZERO_SETTINGS = tuple(row.name for row in SETTINGS.values() if row.section == ZERO_SECTION and row.group == TRAINING)
+"""Settings of ZeRO, any of which requests the engine."""
 
 _WAITS = ("join_timeout", "last_call_timeout", "close_timeout", "read_timeout", "heartbeat_timeout")
 _RENDEZVOUS_KEYS: Mapping[Rendezvous, tuple[str, ...]] = {
@@ -316,7 +229,11 @@ _RENDEZVOUS_KEYS: Mapping[Rendezvous, tuple[str, ...]] = {
 }
 
 
-class LaunchSettings(ProcessSettings, ZeroSettings, HostSettings, DynamoSettings, ParallelSettings):
+# -- the settings of a launch
+
+
+@with_settings(SETTINGS.values())
+class LaunchSettings(SettingsSection):
     """All settings of a launch. `launch_settings` creates it and checks the settings against each other."""
 
     @property
@@ -352,7 +269,7 @@ class LaunchSettings(ProcessSettings, ZeroSettings, HostSettings, DynamoSettings
     def uses_zero(self) -> bool:
         """True if the launch requests the ZeRO engine, by distributed_type or by any setting of ZeRO."""
         if self.distributed_type is not None:
-            return self.distributed_type == "DEEPSPEED"
+            return bool(self.distributed_type == "DEEPSPEED")
         return bool(self.zero_settings)
 
     @property
@@ -363,18 +280,7 @@ class LaunchSettings(ProcessSettings, ZeroSettings, HostSettings, DynamoSettings
     @property
     def zero_settings(self) -> dict[str, Any]:
         """Settings of ZeRO that the launch sets."""
-        return {name: value for name in ZeroSettings.model_fields if (value := getattr(self, name)) is not None}
-
-
-def file_path(name: str) -> tuple[str, ...]:
-    """Returns the keys of a setting in the launch file, as accelerate spells them."""
-    for section in SECTIONS:
-        nested = nested_section(LaunchFile.model_fields[section])
-        if nested is not None and name in nested.model_fields:
-            others = [mark.name for mark in spellings(nested.model_fields[name])]
-            prefixes = ("deepspeed_", "parallelism_config_")
-            return section, next((other for other in others if other.startswith(prefixes)), name)
-    return (name,)
+        return {name: value for name in ZERO_SETTINGS if (value := getattr(self, name)) is not None}
 
 
 def launch_settings(values: Mapping[str, Any], address: Callable[[str], str] = str) -> LaunchSettings:
@@ -424,12 +330,12 @@ def idle_settings(values: Mapping[str, Any]) -> dict[str, str]:
     Args:
         values: setting -> value, without settings that were not given; the values may be invalid.
     """
-    stage = as_integer(values.get("zero_stage", DEFAULT_STAGE))
-    if stage is None or values.get("deepspeed_config_file") is not None:
+    stage = values.get("zero_stage", DEFAULT_STAGE)
+    if stage not in (0, 1, 2, 3) or values.get("deepspeed_config_file") is not None:
         return {}
     about_stage = f"the stage is {stage}" + ("" if "zero_stage" in values else ", the default")
     idle: dict[str, str] = {}
-    if 0 <= stage < 3:
+    if stage < 3:
         zeropp = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients")
         what = f"parameters are sharded at stage 3 only, and {about_stage}"
         idle = {name: what for name in zeropp if values.get(name) not in (None, False, 1)}
@@ -438,7 +344,7 @@ def idle_settings(values: Mapping[str, Any]) -> dict[str, str]:
         ("optimizer", 1, f"optimizer states are sharded from stage 1 on, and {about_stage}"),
     ):
         names = [f"offload_{kind}_device", f"offload_{kind}_nvme_path"]
-        if 0 <= stage < least and str(values.get(names[0])).lower() in ("cpu", "nvme"):
+        if stage < least and str(values.get(names[0])).lower() in ("cpu", "nvme"):
             idle |= {name: what for name in names if name in values}
     return idle
 
@@ -522,7 +428,7 @@ def _problems_between_machines(settings: LaunchSettings) -> Iterator[Problem]:
         yield from _problem_of_division(settings)
         return  # `ssh` passes each machine its rank and the address of machine 0
     arrives = settings.rendezvous == "c10d"  # c10d assigns the numbers in any order
-    is_spare = settings.min_machines is not None and arrives  # a spare machine may have a number above the others
+    is_spare = settings.min_machines is not None and arrives  # a machine that waits may have a number above the others
     if (settings.machine_rank is None and not arrives) or ((settings.machine_rank or 0) >= machines and not is_spare):
         got = NOTHING if settings.machine_rank is None else settings.machine_rank
         fix = "or set hostfile, and this launcher starts the job on all machines" if got is NOTHING else ""

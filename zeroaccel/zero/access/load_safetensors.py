@@ -8,9 +8,11 @@ shards; `checkpoint/` saves.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -23,62 +25,79 @@ from zeroaccel.errors import UsageError, listed
 from zeroaccel.logs import logger
 from zeroaccel.zero.access.deferred_init import ModuleShards, destination, leave_meta, note_places
 from zeroaccel.zero.access.full_params import GatheredParameters
-from zeroaccel.zero.access.param_registry import ParamHandle, handle_of
-from zeroaccel.zero.access.safetensors_file import (
-    MOST_HEADER_NBYTES,
-    TensorLocation,
-    dtype_of,
-    pread_into,
-    tensor_locations,
-)
+from zeroaccel.zero.access.lazy_tensors import LazyTensor, OpenFile, Stored, read_into, release
+from zeroaccel.zero.access.param_registry import handle_of
+from zeroaccel.zero.access.safetensors_file import MOST_HEADER_NBYTES, TensorLocation, dtype_of, tensor_locations
 from zeroaccel.zero.module_names import finder, plain_modules, plain_names
-from zeroaccel.zero.tensor_subclasses import mark_small_floats, scales_of
-
-_CHUNK_NBYTES = 8 << 20
+from zeroaccel.zero.tensor_subclasses import local, mark_small_floats, scales_of
 
 
 class SafetensorsFolder:
-    """The tensors of a safetensors file or of a folder of such files, by name; values are read only on request.
+    """The tensors of safetensors files by name; values are read only on request.
 
     Args:
-        path: a file, a folder with at least one, or an index (`*.index.json`) that maps tensors to files.
+        path: a file, a folder with at least one, an index (`*.safetensors.index.json`), or files.
+        indexed: the index of several files: name of a tensor -> name of its file.
 
     Attributes:
         tensors: name -> location.
-        read_nbytes: number of bytes read so far, without headers.
 
     Raises:
-        UsageError: a file is missing or damaged.
+        UsageError: a file is missing, damaged or incomplete, or two files have a tensor of one name.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.read_nbytes = 0
+    def __init__(
+        self, path: str | os.PathLike[str] | Sequence[Path], indexed: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self.tensors: dict[str, TensorLocation] = {}
-        for file in _files(Path(path)):
+        self._files: dict[Path, OpenFile] = {}
+        if isinstance(path, (str, os.PathLike)):
+            files, indexed = _files(Path(path))
+        else:
+            files = list(path)
+        for file in files:
             try:
-                self.tensors.update(tensor_locations(file))
+                tensors = dict(tensor_locations(file))
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                raise UsageError(f"{file}: not a valid safetensors file ({type(error).__name__}: {error})") from error
+                raise UsageError(
+                    f"{file}: not a valid safetensors file ({type(error).__name__}: {error})",
+                    fix="download or save the file again",
+                ) from error
+            for name in tensors.keys() & self.tensors.keys():
+                if indexed.get(name) not in (file.name, self.tensors[name].path.name):
+                    raise UsageError(
+                        f"tensor {name}",
+                        expected="one file that has it",
+                        got=f"{self.tensors[name].path} and {file}",
+                        fix="remove the file that does not belong to the checkpoint, or load its index",
+                    )
+                if indexed[name] != file.name:
+                    del tensors[name]
+            self.tensors.update(tensors)
+            self._files[file] = OpenFile(file)
+        self._check(files, indexed)
 
-    def read(self, name: str, start: int, into: Tensor) -> None:
-        """Reads elements [start, start + n) of a tensor into `into`, (n,), converting to its dtype.
+    def _check(self, files: Sequence[Path], indexed: Mapping[str, str]) -> None:
+        absent = [f"{name} in {file}" for name, file in indexed.items() if name not in self.tensors]
+        if absent:
+            raise UsageError(
+                f"{files[0].parent}: the index lists tensors that its files do not have: {listed(absent)}",
+                fix="download or save the checkpoint again",
+            )
 
-        Raises:
-            UsageError: the file ends within the tensor.
-        """
-        stored, dtype = self.tensors[name], dtype_of(self.tensors[name].dtype)
-        step = _CHUNK_NBYTES // dtype.itemsize
-        handle = os.open(stored.path, os.O_RDONLY)
-        try:
-            for low in range(0, into.numel(), step):
-                part = into[low : low + step]
-                data = bytearray(part.numel() * dtype.itemsize)
-                if pread_into(handle, memoryview(data), stored.offset + (start + low) * dtype.itemsize) < len(data):
-                    raise UsageError(f"{stored.path}: ends within tensor {name}", fix="download or save the file again")
-                part.copy_(torch.frombuffer(data, dtype=dtype))
-                self.read_nbytes += len(data)
-        finally:
-            os.close(handle)
+    @property
+    def read_nbytes(self) -> int:
+        """Number of bytes read so far, without headers."""
+        return sum(file.read_nbytes for file in self._files.values())
+
+    def __getitem__(self, name: str) -> LazyTensor:
+        place = self.tensors[name]
+        return LazyTensor(Stored(name, place, self._files[place.path]))
+
+    def close(self) -> None:
+        """Closes the files."""
+        for file in self._files.values():
+            file.close()
 
 
 def load_safetensors(
@@ -132,12 +151,12 @@ def load_safetensors(
                 initialize_missing(module)
             shards.shard(module)
     # Each rank reads only its own ranges. A file may be damaged or unreadable on one node, so the ranks agree.
-    with agreed(collectives, "load_safetensors: read"), torch.no_grad():
+    with agreed(collectives, "load_safetensors: read"), torch.no_grad(), closing(folder):
         for module, names in plan.parameters.items():
             if all(module._parameters[own] is not None for own in names):
-                _load_module(module, names, folder, shards)
+                load_module(module, {own: folder[name] for own, name in names.items()}, shards)
         for (module, own), name in plan.buffers.items():
-            _load_buffer(module, own, name, folder, where.device)
+            load_buffer(module, own, folder[name], where.device)
     note_places(model)
     shards.watch_uses()
     return folder.read_nbytes
@@ -244,36 +263,40 @@ def _check(plan: _Plan, where: str, *, strict: bool, initialized: bool) -> None:
         logger.warning("%s: %s", where, ". ".join(problems))
 
 
-def _load_module(module: nn.Module, names: Mapping[str, str], folder: SafetensorsFolder, shards: ModuleShards) -> None:
-    on_meta = [param for own in names if (param := module._parameters[own]) is not None and param.is_meta]
+def load_module(module: nn.Module, values: Mapping[str, Tensor], shards: ModuleShards) -> None:
+    """Fills a module's own parameters: those on the meta device become shards, of which a rank reads its own.
+
+    Args:
+        values: the module's name of a parameter -> values of the parameter's shape.
+        shards: owner of new shards.
+    """
+    on_meta = [param for own in values if (param := module._parameters[own]) is not None and param.is_meta]
     # One rank does not shard: it allocates its parameters and fills them in full.
     if on_meta and shards.collectives.world_size > 1:
-        shards.reserve(module, list(names))
+        shards.reserve(module, list(values))
     elif on_meta:
-        _make_real(module, shards.destination.device, names, shards.destination.dtype)
-    for own, name in names.items():
+        _make_real(module, shards.destination.device, values, shards.destination.dtype)
+    for own, value in values.items():
         param = module.get_parameter(own)
         handle = handle_of(param)
         if handle is None or handle.replaced:
-            full = (
-                param.data if param.is_contiguous() else torch.empty_like(param, memory_format=torch.contiguous_format)
-            )
-            folder.read(name, 0, full.view(-1))
-            param.data.copy_(full)
+            data = local(param).detach()
+            full = data if data.is_contiguous() else torch.empty_like(data, memory_format=torch.contiguous_format)
+            read_into(value, 0, full.view(-1))
+            if full is not data:
+                data.copy_(full)
         else:
-            _fill(handle, name, folder)
+            reach = handle.reach(handle.buffer.rank)
+            read_into(value, reach.start - handle.slot.start, handle.buffer.shard.stage()[reach])
+            handle.buffer.shard.commit()
+        release(value)
 
 
-def _fill(handle: ParamHandle, name: str, folder: SafetensorsFolder) -> None:
-    own = handle.reach(handle.buffer.rank)
-    folder.read(name, own.start - handle.slot.start, handle.buffer.shard.stage()[own])
-    handle.buffer.shard.commit()
-
-
-def _load_buffer(module: nn.Module, own: str, name: str, folder: SafetensorsFolder, device: torch.device) -> None:
+def load_buffer(module: nn.Module, own: str, value: Tensor, device: torch.device) -> None:
+    """Fills a buffer; one on the meta device becomes a buffer on `device`."""
     buffer = module.get_buffer(own)
     values = torch.empty(buffer.shape, dtype=buffer.dtype, device=device if buffer.is_meta else buffer.device)
-    folder.read(name, 0, values.view(-1))
+    read_into(value, 0, values.view(-1))
     if buffer.is_meta:
         module._buffers[own] = values
     else:
@@ -281,7 +304,7 @@ def _load_buffer(module: nn.Module, own: str, name: str, folder: SafetensorsFold
 
 
 def _make_real(
-    module: nn.Module, device: torch.device, names: Mapping[str, str] | None = None, dtype: torch.dtype | None = None
+    module: nn.Module, device: torch.device, names: Collection[str] | None = None, dtype: torch.dtype | None = None
 ) -> None:
     """Allocates memory for the module's own meta parameters and buffers; the values are uninitialized."""
     mark_small_floats(module)
@@ -299,23 +322,25 @@ def _make_real(
 # -- files
 
 
-def _files(path: Path) -> list[Path]:
-    if path.name.endswith(".index.json"):
+def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
+    """Returns the files of a file, folder or index, and the index: name of a tensor -> name of its file."""
+    if ".index." in path.name and path.suffix == ".json":
         return _indexed(path)
     if path.is_dir():
         index = sorted(path.glob("*.safetensors.index.json"))
-        files = _indexed(index[0]) if index else sorted(path.glob("*.safetensors"))
+        files, names = _indexed(index[0]) if index else (sorted(path.glob("*.safetensors")), {})
         if not files:
             raise UsageError(f"{path}", expected="a folder with *.safetensors files")
-        return files
+        return files, names
     if not path.is_file():
         raise UsageError(f"{path}: no such file or folder")
-    return [path]
+    return [path], {}
 
 
-def _indexed(path: Path) -> list[Path]:
+def _indexed(path: Path) -> tuple[list[Path], dict[str, str]]:
     try:
-        names = sorted(set(parse_plain_json(read_at_most(path, MOST_HEADER_NBYTES))["weight_map"].values()))
+        indexed = dict(parse_plain_json(read_at_most(path, MOST_HEADER_NBYTES))["weight_map"])
+        names = sorted(set(indexed.values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{path}: not an index of safetensors files ({type(error).__name__}: {error})") from error
     for name in names:
@@ -323,4 +348,4 @@ def _indexed(path: Path) -> list[Path]:
             raise UsageError(f"{path}: file name", expected="the name of a file in the same folder", got=name)
         if not (path.parent / name).is_file():
             raise UsageError(f"{path.parent / name}: missing, although {path.name} lists it")
-    return [path.parent / name for name in names]
+    return [path.parent / name for name in names], indexed

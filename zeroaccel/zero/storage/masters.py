@@ -39,7 +39,7 @@ class MasterPiece:
         group: index of the param group.
         shape: (range.numel,) for an elementwise rule, the parameter's shape for a rule that needs full tensors.
         param: fp32 leaf of that shape, a view of the masters; a NaN stand-in while they are not in memory.
-        parts: the masters in their parts, inside `update_chunks` of masters that an update joins itself; else None.
+        parts: the masters in their parts, between `swap_in` and `swap_out` if an update joins them itself; else None.
     """
 
     range: FlatRange
@@ -120,12 +120,12 @@ class MasterPlace:
 class MasterStorage(ABC):
     """The fp32 weights of one flat buffer that the optimizer updates, and their optimizer states.
 
-    A new class implements the abstract methods and, if its masters are not in memory all the time, `prefetch`,
-    `release` and `settle`. It also needs an entry in `placement.MASTER_STORAGES`.
+    A new class implements the abstract methods and, if its masters are not in memory all the time, `sub_groups`,
+    `swap_in`, `swap_out`, `prefetch`, `release` and `settle`. It also needs an entry in `placement.MASTER_STORAGES`.
 
-    1. `initialize` with the first weights. 2. `bind` to the optimizer. 3. At every step the optimizer iterates over
-    `chunks`, and writes the rounded masters to `stage_weights()`. Between steps, callers read and write ranges; writing
-    masters does not change the weights, which the caller must write too.
+    1. `initialize` with the first weights. 2. `bind` to the optimizer. 3. In every step, each of the `sub_groups` is
+    swapped in, updated, rounded to `stage_weights()`, and swapped out. Between steps, callers read and write ranges;
+    writing masters does not change the weights, which the caller must write too.
 
     Attributes:
         range: elements whose masters are here: this rank's S, or all N for a replicated optimizer.
@@ -168,17 +168,6 @@ class MasterStorage(ABC):
         """
 
     @abstractmethod
-    def chunks(self, following: MasterStorage | None = None) -> Iterator[Sequence[MasterPiece]]:
-        """Yields groups of pieces in step order; their masters and states stay in memory until the next iteration.
-
-        Args:
-            following: storage of the next step, to prefetch while the optimizer steps the last chunk.
-
-        Raises:
-            OffloadError: a tier failed.
-        """
-
-    @abstractmethod
     def load(self, fill: FillRange, flush: Callable[[], None]) -> None:
         """Registers masters to be filled, all or in part; calls `flush` before it returns memory that is on loan."""
 
@@ -190,8 +179,31 @@ class MasterStorage(ABC):
     def publish(self) -> None:
         """Replaces the weights by the rounded masters, after `load`."""
 
+    @property
+    def sub_groups(self) -> Sequence[Sequence[MasterPiece]]:
+        """Groups of pieces, in step order, that are in memory together."""
+        return (self.pieces,)
+
+    def swap_in(self, index: int, following: MasterStorage | None = None, *, joined: bool = True) -> None:
+        """Brings the masters and states of a sub-group into memory, until `swap_out`.
+
+        Args:
+            index: number of the sub-group; `swap_in` and `swap_out` go through all of them in order.
+            following: storage of the next step, to prefetch during the update of the last sub-group.
+            joined: whole masters. Without it, masters that are stored in parts may stay so (`MasterPiece.parts`).
+
+        Raises:
+            OffloadError: a tier failed.
+        """
+        if following is not None:
+            following.prefetch()  # it may be in a tier although these masters are in memory
+
+    def swap_out(self, index: int) -> None:
+        """Stores the masters and states of a sub-group after its update; see `swap_in`."""
+        return None
+
     def prefetch(self) -> None:
-        """Starts to read the masters and states that `chunks` yields first."""
+        """Starts to read the first sub-group."""
         return None
 
     def release(self) -> None:
@@ -209,10 +221,6 @@ class MasterStorage(ABC):
     def as_weights(self, dtype: torch.dtype) -> Tensor | None:
         """Returns the masters, (range.numel,), if they are in memory and have this dtype; else None."""
         return None
-
-    def update_chunks(self, following: MasterStorage | None = None) -> Iterator[Sequence[MasterPiece]]:
-        """Yields the pieces of `chunks` for `step_shard`, which takes masters in parts too (`MasterPiece.parts`)."""
-        return self.chunks(following)
 
     # -- methods on top of the interface
 
@@ -279,8 +287,9 @@ class NoMasters(MasterStorage):
     def write(self, part: FlatRange, values: Tensor, state: str | None = None) -> None:
         return None
 
-    def chunks(self, following: MasterStorage | None = None) -> Iterator[Sequence[MasterPiece]]:
-        return iter(())
+    @property
+    def sub_groups(self) -> Sequence[Sequence[MasterPiece]]:
+        return ()
 
     def load(self, fill: FillRange, flush: Callable[[], None]) -> None:
         self.shard.load(fill, flush)
@@ -348,11 +357,6 @@ class SeparateMasters(MasterStorage):
             if both:
                 flat = self._optimizer.state[piece.param][state].detach().view(-1)
                 flat[both.at(piece.range.start)].copy_(values[both.at(part.start)])
-
-    def chunks(self, following: MasterStorage | None = None) -> Iterator[Sequence[MasterPiece]]:
-        if following is not None:
-            following.prefetch()  # it may be in a tier although these masters are in memory
-        yield self.pieces
 
     def load(self, fill: FillRange, flush: Callable[[], None]) -> None:
         fill(self.range, self._masters.values)  # this memory stays allocated, so one flush can serve many storages

@@ -295,6 +295,7 @@ class SwappedMasters(MasterStorage):
         self._swapper = swapper
         self._groups = swapper.sub_groups[place.key]
         self._ahead: Fetch | None = None
+        self._swapped_in: tuple[Tensor, Tensor | None] | None = None  # state buffer and joined masters of a sub-group
         self.pieces = tuple(piece for group in self._groups for piece in group.pieces)
 
     def initialize(self, source: Tensor) -> None:
@@ -316,27 +317,32 @@ class SwappedMasters(MasterStorage):
             with suppress(OffloadError):  # the step has failed already; a lasting fault fails the next fetch too
                 self._swapper.tier.release(ahead.wait())
 
-    def chunks(self, following: MasterStorage | None = None) -> Iterator[Sequence[MasterPiece]]:
-        return self._chunks(following, in_parts=False)
+    @property
+    def sub_groups(self) -> Sequence[Sequence[MasterPiece]]:
+        return [group.pieces for group in self._groups]
 
-    def _chunks(self, following: MasterStorage | None, *, in_parts: bool) -> Iterator[Sequence[MasterPiece]]:
-        for index, group in enumerate(self._groups):
-            fetch, self._ahead = self._ahead or self._swapper.fetch(group), None
-            with self._waiting():
-                buffer = fetch.wait()
-            # One sub-group ahead, across buffers too: the disk reads while the cores update.
-            if index + 1 < len(self._groups) and self._swapper.pipeline_read:
-                self._ahead = self._swapper.fetch(self._groups[index + 1])
-            elif index + 1 == len(self._groups) and following is not None:
-                following.prefetch()
-            masters = None if in_parts else self._unpack(group, buffer)
-            self._attach(group, buffer, masters)
-            yield group.pieces
-            # With `pipeline_write`, the store continues in the background during the step of the next sub-group.
-            with self._waiting():
-                if masters is not None:
-                    self._pack(group, buffer, masters)
-                self._swap_out(group, buffer)
+    def swap_in(self, index: int, following: MasterStorage | None = None, *, joined: bool = True) -> None:
+        group = self._groups[index]
+        fetch, self._ahead = self._ahead or self._swapper.fetch(group), None
+        with self._waiting():
+            buffer = fetch.wait()
+        # One sub-group ahead, across buffers too: the disk reads while the cores update.
+        if index + 1 < len(self._groups) and self._swapper.pipeline_read:
+            self._ahead = self._swapper.fetch(self._groups[index + 1])
+        elif index + 1 == len(self._groups) and following is not None:
+            following.prefetch()
+        masters = self._unpack(group, buffer) if joined or not self._takes_parts else None
+        self._attach(group, buffer, masters)
+        self._swapped_in = buffer, masters
+
+    def swap_out(self, index: int) -> None:
+        assert self._swapped_in is not None, f"{self._key}: swapped out before it was swapped in"
+        (buffer, masters), self._swapped_in = self._swapped_in, None
+        # With `pipeline_write`, the store continues in the background during the step of the next sub-group.
+        with self._waiting():
+            if masters is not None:
+                self._pack(self._groups[index], buffer, masters)
+            self._store(self._groups[index], buffer)
 
     def settle(self) -> None:
         self._swapper.tier.settle()
@@ -371,7 +377,7 @@ class SwappedMasters(MasterStorage):
         if self._makes_states and not group.has_states:
             make_states(self._optimizer, group.pieces)
 
-    def _swap_out(self, group: SubGroup, buffer: Tensor) -> None:
+    def _store(self, group: SubGroup, buffer: Tensor) -> None:
         """Stores the state buffer, and replaces pieces and states by stand-ins.
 
         Raises:
@@ -399,6 +405,11 @@ class SwappedMasters(MasterStorage):
         self._swapper.store(group, buffer)
 
     # -- the format of masters in a state buffer
+
+    @property
+    def _takes_parts(self) -> bool:
+        """True if the optimizer's kernel joins masters that are stored in parts."""
+        return False
 
     def _parts(self, group: SubGroup, buffer: Tensor) -> SplitMasters | None:
         """Returns the masters of a sub-group in parts; None if they are stored as fp32."""
@@ -514,7 +525,7 @@ class SwappedMasters(MasterStorage):
                 state.pop(piece.param, None)
                 if entries:
                     state[piece.param] = self._in_formats(group, entries)
-            self._swap_out(group, buffer)
+            self._store(group, buffer)
 
     def _in_formats(self, group: SubGroup, entries: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the state entries of one piece in the formats of the state buffer."""
@@ -540,10 +551,10 @@ class ResidualMasters(SwappedMasters):
 
     reads_weights = True
 
-    def update_chunks(self, following: MasterStorage | None = None) -> Iterator[Sequence[MasterPiece]]:
+    @property
+    def _takes_parts(self) -> bool:
         # A kernel that shares its update with a device needs joined masters, which the device can copy.
-        optimizer = self._optimizer
-        return self._chunks(following, in_parts=isinstance(optimizer, ShardOptimizer) and optimizer.hybrid is None)
+        return isinstance(self._optimizer, ShardOptimizer) and self._optimizer.hybrid is None
 
     def _parts(self, group: SubGroup, buffer: Tensor) -> SplitMasters:
         return SplitMasters(self.shard.read(group.range), *_residuals(group, buffer))

@@ -1,0 +1,206 @@
+"""Measures `from_pretrained` at stage 3: time, bytes and memory, beside transformers' own stage 3 path.
+
+    python benchmarks/load_models.py --mb 300 --ranks 2,4
+    python benchmarks/load_models.py --mb 2000 --ranks 2,4 --check
+
+The program writes checkpoints of one size (dense; a mixture with an entry per expert, which transformers merges into
+tensors of three dimensions) and loads each in turn by ranges and by transformers' path, in jobs of their own, so that
+each load has its own peak of memory. The files are in the page cache. Bytes are those that the ranks read from the
+files, as the kernel counts them (`/proc/self/io`, `rchar`). Memory is the growth of the resident memory that belongs to
+no file, above the shards. The weights of every parameter are compared with those of one process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+ROOT = Path(__file__).resolve().parent.parent
+BARS = {"time": 0.6, "job": 1.05, "rank": 1.1, "memory": 256e6}
+
+
+def config_of(kind: str, mb: int) -> Any:
+    """Returns the configuration of a model of about `mb` MB in bf16."""
+    import transformers
+
+    layers = max(mb // 25, 1)
+    sizes = {"vocab_size": 2048, "hidden_size": 1024, "num_hidden_layers": layers, "num_attention_heads": 8}
+    sizes |= {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 512}
+    if kind == "dense":
+        return transformers.LlamaConfig(**sizes, intermediate_size=2752)
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 344, "intermediate_size": 344}
+    return transformers.Qwen3MoeConfig(**sizes, **experts)
+
+
+def write(kind: str, mb: int, folder: Path) -> None:
+    """Writes a checkpoint in several files, and the digests of its weights in one process of transformers."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config_of(kind, mb), dtype=torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="100MB")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    (folder / "digests").write_text(json.dumps({name: digest(each) for name, each in model.named_parameters()}))
+
+
+def digest(tensor: Any) -> str:
+    """Returns a digest of a tensor's bytes."""
+    import torch
+
+    return hashlib.blake2b(tensor.detach().contiguous().view(torch.uint8).numpy(), digest_size=8).hexdigest()
+
+
+class Peak(threading.Thread):
+    """Samples the resident memory without a file, in bytes."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.start_nbytes = self.peak_nbytes = self._now()
+        self.running = True
+        self.start()
+
+    def _now(self) -> int:
+        text = Path("/proc/self/status").read_text()
+        return 1024 * int(text.partition("RssAnon:")[2].split()[0])
+
+    def run(self) -> None:
+        while self.running:
+            self.peak_nbytes = max(self.peak_nbytes, self._now())
+            time.sleep(0.002)
+
+
+def rchar() -> int:
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def rank(folder: Path, way: str) -> None:
+    """Loads as one rank and prints what it measured."""
+    sys.path.insert(0, str(ROOT))
+    from zeroaccel import compat
+
+    compat.install()
+    import deepspeed
+    import torch
+    import transformers
+    from transformers.integrations import HfDeepSpeedConfig
+
+    torch.set_num_threads(1)
+    if way == "theirs":
+        from zeroaccel.compat import finder
+
+        method = finder._ORIGINALS[transformers.PreTrainedModel, "_load_pretrained_model"]
+        transformers.PreTrainedModel._load_pretrained_model = method
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
+    library = HfDeepSpeedConfig(config)
+    deepspeed.init_distributed("gloo")
+    transformers.utils.logging.disable_progress_bar()
+    # A small model first: the first load imports modules, and opens connections.
+    transformers.AutoModelForCausalLM.from_pretrained(folder.parent / "warm-up")
+    torch.distributed.barrier()
+    before, peak, start = rchar(), Peak(), time.perf_counter()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    seconds = time.perf_counter() - start
+    peak.running = False
+    read = rchar() - before
+    shards = (
+        sum(param.numel() * param.element_size() for param in model.parameters()) / torch.distributed.get_world_size()
+    )
+    expected = json.loads((folder / "digests").read_text())
+    for name, param in model.named_parameters():
+        with deepspeed.zero.GatheredParameters([param]):
+            assert digest(param) == expected[name], f"{name} differs from one process's"
+    measured = {"seconds": seconds, "read": read, "above": peak.peak_nbytes - peak.start_nbytes - shards}
+    gathered: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, measured)
+    if not torch.distributed.get_rank():
+        print(json.dumps(gathered))
+    del library
+
+
+def load(folder: Path, way: str, ranks: int) -> list[dict[str, float]]:
+    """Returns the measurements of each rank of a job."""
+    command = [sys.executable, "-m", "zeroaccel.cli", "launch", "--cpu", "--num_processes", str(ranks)]
+    command += [__file__, "--rank-of", str(folder), "--way", way]
+    result = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    if result.returncode:
+        raise click.ClickException(f"{' '.join(command)}\n{result.stdout}{result.stderr}")
+    measured: list[dict[str, float]] = json.loads(result.stdout.strip().splitlines()[-1])
+    return measured
+
+
+@click.command()
+@click.option("--mb", default=300, show_default=True, help="Size of each checkpoint in MB.")
+@click.option("--ranks", default="2,4", show_default=True)
+@click.option("--kinds", default="dense,mixture", show_default=True)
+@click.option("--rounds", default=3, show_default=True)
+@click.option("--work", type=click.Path(path_type=Path), default=None, help="Folder for the checkpoints.")
+@click.option("--check", is_flag=True, help="Exit with 1 if a bar is missed.")
+@click.option("--rank-of", type=click.Path(path_type=Path), default=None, hidden=True)
+@click.option("--way", default="", hidden=True)
+@click.option("--write", "kind_to_write", default="", hidden=True)
+def main(
+    mb: int,
+    ranks: str,
+    kinds: str,
+    rounds: int,
+    work: Path | None,
+    check: bool,
+    rank_of: Path | None,
+    way: str,
+    kind_to_write: str,
+) -> None:
+    """Measures loads by ranges beside transformers' path."""
+    if rank_of is not None:
+        rank(rank_of, way)
+        return
+    if kind_to_write:
+        assert work is not None
+        write(kind_to_write, mb, work)
+        return
+    missed = False
+    with tempfile.TemporaryDirectory(dir=work) as made:
+        for kind in kinds.split(","):
+            for name, size in ((kind, mb), ("warm-up", 1)):
+                # In another process, whose imports are without the facade.
+                command = [sys.executable, __file__, "--write", kind, "--mb", str(size), "--work", f"{made}/{name}"]
+                subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
+            nbytes = sum(file.stat().st_size for file in Path(made, kind).glob("*.safetensors"))
+            for count in map(int, ranks.split(",")):
+                pairs = [[load(Path(made, kind), way, count) for way in ("ranges", "theirs")] for _ in range(rounds)]
+                ratios = [max(r["seconds"] for r in own) / max(r["seconds"] for r in other) for own, other in pairs]
+                own = [each for job, _ in pairs for each in job]
+                theirs = [each for _, job in pairs for each in job]
+                row = {
+                    "time": statistics.median(ratios),
+                    "job": sum(each["read"] for each in own) / rounds / nbytes,
+                    "rank": max(each["read"] for each in own) / nbytes * count,
+                    "memory": max(each["above"] for each in own),
+                }
+                missed |= any(row[name] > bar for name, bar in BARS.items())
+                click.echo(
+                    f"{kind}, {nbytes / 1e6:.0f} MB, {count} ranks: "
+                    f"{statistics.median(each['seconds'] for each in own):.2f} s, {row['time']:.2f} x "
+                    f"[{min(ratios):.2f}, {max(ratios):.2f}]; the job reads {row['job']:.3f} x the files, a "
+                    f"rank at most {row['rank']:.3f} / W; {row['memory'] / 1e6:.0f} MB above the shards "
+                    f"(transformers' path: {max(each['above'] for each in theirs) / 1e6:.0f} MB, "
+                    f"{max(each['read'] for each in theirs) / nbytes:.2f} x the files on rank 0)"
+                )
+    sys.exit(check and missed)
+
+
+if __name__ == "__main__":
+    main()

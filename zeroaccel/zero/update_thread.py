@@ -1,0 +1,162 @@
+"""`UpdateThread`: updates of masters beside forward and backward.
+
+`weight_update.py` decides which updates run here, and has the loop over the sub-groups of a buffer.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroaccel.ops.device_threads import executor
+from zeroaccel.zero.grad_reducer import GradientBuffer
+from zeroaccel.zero.layout import FlatTensor
+from zeroaccel.zero.param_unit import FlatBuffer
+from zeroaccel.zero.sharded_optimizer import ShardedOptimizer, followers
+from zeroaccel.zero.storage.masters import MasterStorage
+
+
+@dataclass(frozen=True)
+class _Job:
+    """`weights`: memory for the new weights, in the parameters' dtype; None if the masters themselves serve."""
+
+    weights: FlatTensor | None
+    done: Future[float]
+
+
+class UpdateThread:
+    """Updates masters on a separate thread, during forward and backward.
+
+    Forward and backward read the old weights, so the thread writes the new ones to separate memory until `install`. A
+    single thread runs the updates in the order in which they were added. `begin` copies the hyperparameters, because a
+    scheduler may change them during the updates.
+
+    For each step: 1. `begin`, 2. `add` per buffer, in the announced order, 3. `install` of each.
+    Every buffer whose masters are in memory must have them apart from its parameters.
+
+    Args:
+        advance: `WeightUpdate.advance_masters`, which updates the masters of one buffer.
+    """
+
+    def __init__(self, optimizer: ShardedOptimizer, advance: Callable[..., None], device: torch.device) -> None:
+        self._optimizer = optimizer
+        self._advance = advance
+        self._device = device
+        self._jobs: dict[int, _Job] = {}
+        self._order: tuple[FlatBuffer, ...] = ()
+        self._following: Mapping[int, MasterStorage] = {}
+        self._groups: list[dict[str, Any]] = []
+        self._grad_scale = 1.0
+        self._thread: ThreadPoolExecutor | None = None
+        self._failure: Exception | None = None
+
+    @property
+    def pending(self) -> bool:
+        """True if updates have been added that are not installed yet."""
+        return bool(self._jobs)
+
+    def begin(self, order: Sequence[FlatBuffer], grad_scale: float) -> None:
+        """Announces the updates of a step.
+
+        Args:
+            order: the buffers that will be added, in order.
+            grad_scale: factor of the gradients.
+        """
+        assert not self._jobs, "updates begin while others are pending"
+        # A copy of the settings: the program's scheduler steps while the thread still updates.
+        self._order, self._following = tuple(order), followers(order)
+        self._groups = _hyperparameters(self._optimizer.optimizer.param_groups)
+        self._grad_scale = grad_scale
+        self._failure = None
+
+    def add(self, gradient: GradientBuffer) -> None:
+        """Starts the update of a buffer, whose reduced gradient is final."""
+        assert gradient.shard is not None, f"{gradient.name} is updated without a gradient"
+        if self._thread is None:
+            self._thread = executor(1, "zeroaccel-update", self._device)
+        weights = self._optimizer.writer.memory_aside(gradient.buffer)
+        done = self._thread.submit(self._run, gradient.buffer, gradient.shard, weights)
+        self._jobs[id(gradient.buffer)] = _Job(weights, done)
+
+    def has(self, buffer: FlatBuffer) -> bool:
+        """Returns True if an update of the buffer is pending."""
+        return id(buffer) in self._jobs
+
+    def install(self, buffer: FlatBuffer) -> None:
+        """Waits for the update of a buffer and puts the new weights into its shard.
+
+        Raises:
+            OffloadError: a tier failed.
+        """
+        # The wait is the part of the update that did not overlap with forward and backward.
+        job = self._jobs.pop(id(buffer))
+        begun = time.perf_counter()
+        try:
+            seconds = job.done.result()
+        finally:
+            waited = time.perf_counter() - begun
+        self._optimizer.update_seconds += seconds
+        self._optimizer.hidden_seconds += seconds - waited
+        self._optimizer.writer.install(buffer, job.weights)
+
+    def wait(self) -> None:
+        """Waits until the thread is idle; `install` of a buffer raises its failure."""
+        for job in self._jobs.values():
+            job.done.exception()
+        if not self._jobs:
+            self._release()
+
+    def drop(self) -> None:
+        """Waits for pending updates, and drops them."""
+        self.wait()
+        self._jobs.clear()
+        self._release()
+
+    def changed_settings(self) -> str | None:
+        """Describes the first hyperparameter that has changed since the updates began; None if there is none."""
+        now = _hyperparameters(self._optimizer.optimizer.param_groups)
+        for index, (before, after) in enumerate(zip(self._groups, now, strict=True)):
+            for name in before.keys() | after.keys():
+                if before.get(name) != after.get(name):
+                    return f"{name} of param group {index} from {before.get(name)} to {after.get(name)}"
+        return None
+
+    def close(self) -> None:
+        """Drops pending updates and ends the thread."""
+        self.drop()
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+
+    def _release(self) -> None:
+        """Releases sub-groups that were prefetched for updates that will not run."""
+        for buffer in self._order:
+            buffer.masters.release()
+
+    def _run(self, buffer: FlatBuffer, grad: Tensor, weights: FlatTensor | None) -> float:
+        """Runs an update on the thread; returns its duration in seconds."""
+        if self._failure is not None:  # the tier has failed: later updates would only mix more old and new
+            raise self._failure
+        begun = time.perf_counter()
+        following = self._following.get(id(buffer))
+        try:
+            gradient = FlatTensor(buffer.own, grad)
+            self._advance(buffer, gradient, self._grad_scale, following, weights, self._groups)
+        except Exception as error:
+            self._failure = error
+            raise
+        return time.perf_counter() - begun
+
+
+def _hyperparameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def plain(value: Any) -> Any:
+        return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else copy.copy(value)
+
+    return [{name: plain(value) for name, value in group.items() if name != "params"} for group in groups]
