@@ -271,7 +271,7 @@ def test_meshes_that_a_model_cannot_be_divided_into() -> None:
     assert row.refused == "small: tp 8: expected a divisor of its 4 heads of keys, got 8"
     assert mesh_row(_subject(), Workload(ranks=8, sequence=64, sp=8), ROOMY).plan is not None  # key heads are copied
     six = mesh_row(_subject(replace(SHAPE, heads=6, key_heads=2)), Workload(ranks=4, sequence=64, tp=2, sp=2), ROOMY)
-    assert six.refused == "small: sp 2: expected a divisor of its 3 heads of queries, got 2"
+    assert six.plan is not None  # 3 heads are dealt as 1 and 2
     tied = _subject(replace(SHAPE, tied=True))
     assert mesh_row(tied, Workload(ranks=2, sequence=64, tp=2), ROOMY).plan is not None
     assert mesh_row(tied, Workload(ranks=2, sequence=64, pp=2, accumulation=2), ROOMY).plan is not None
