@@ -20,6 +20,7 @@ from torch.autograd import Variable
 
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import CollectiveError, EngineStateError, OffloadError, UsageError
+from zeroaccel.offload import unlock_dropped
 from zeroaccel.optim.rank_facts import HyperparameterCheck
 from zeroaccel.zero.access.param_registry import ParamRegistry, Training
 from zeroaccel.zero.access.state_dicts import StateDictHooks
@@ -604,6 +605,7 @@ class EngineCore(ModelWrapper):
         # cycle collector, which does not see device memory.
         if self.sharded_optimizer is not None:
             self.sharded_optimizer.optimizer.state.clear()
+        unlock_dropped(wait=True)
         self._note_phase("")
         self._destroyed = True
 
