@@ -66,7 +66,7 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "compat": 3603,
     "config": 4555,
     "data": 865,
-    "estimate": 2061,
+    "estimate": 2070,
     "offload": 985,
     "ops": 2427,
     "optim": 1305,
