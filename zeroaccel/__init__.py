@@ -2,114 +2,69 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from zeroaccel.accelerate.absent_names import ABSENT, ABSENT_MODULES, AbsentModule, absence
 
+# The public names. Type checkers read these imports; `__getattr__` runs each one at the first use of its name, so that
+# the command line starts without torch.
 if TYPE_CHECKING:
-    from zeroaccel.accelerate.accelerator import Accelerator
-    from zeroaccel.accelerate.accelerator_arguments import GradientAccumulationPlugin
-    from zeroaccel.accelerate.accelerator_state import PartialState
-    from zeroaccel.accelerate.dummies import DummyOptim, DummyScheduler
-    from zeroaccel.accelerate.kwargs_handlers import (
-        AutocastKwargs,
-        DDPCommunicationHookType,
-        DistributedDataParallelKwargs,
-        DistributedType,
-        GradScalerKwargs,
-        InitProcessGroupKwargs,
-        ProfileKwargs,
-    )
-    from zeroaccel.accelerate.launchers import debug_launcher, notebook_launcher
-    from zeroaccel.accelerate.project import ProjectConfiguration
-    from zeroaccel.accelerate.script_calls import find_executable_batch_size
-    from zeroaccel.accelerate.zero_plugin import DeepSpeedPlugin, ZeroPlugin
-    from zeroaccel.config.parallel import ParallelConfig, PipelineConfig
-    from zeroaccel.data import DataLoaderConfiguration, skip_first_batches
-    from zeroaccel.engine import Engine
-    from zeroaccel.errors import (
-        CheckpointError,
-        CollectiveError,
-        ConfigError,
-        EngineStateError,
-        OffloadError,
-        Preempted,
-        UsageError,
-        ZeroAccelError,
-    )
-    from zeroaccel.initialization import initialize
-    from zeroaccel.seeds import set_seed, synchronize_rng_states
-    from zeroaccel.telemetry.trackers import GeneralTracker
-    from zeroaccel.zero import GatheredParameters, Init
+    from zeroaccel.accelerate.accelerator import Accelerator as Accelerator
+    from zeroaccel.accelerate.accelerator_arguments import GradientAccumulationPlugin as GradientAccumulationPlugin
+    from zeroaccel.accelerate.accelerator_state import PartialState as PartialState
+    from zeroaccel.accelerate.dummies import DummyOptim as DummyOptim
+    from zeroaccel.accelerate.dummies import DummyScheduler as DummyScheduler
+    from zeroaccel.accelerate.kwargs_handlers import AutocastKwargs as AutocastKwargs
+    from zeroaccel.accelerate.kwargs_handlers import DDPCommunicationHookType as DDPCommunicationHookType
+    from zeroaccel.accelerate.kwargs_handlers import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+    from zeroaccel.accelerate.kwargs_handlers import DistributedType as DistributedType
+    from zeroaccel.accelerate.kwargs_handlers import GradScalerKwargs as GradScalerKwargs
+    from zeroaccel.accelerate.kwargs_handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
+    from zeroaccel.accelerate.kwargs_handlers import ProfileKwargs as ProfileKwargs
+    from zeroaccel.accelerate.launchers import debug_launcher as debug_launcher
+    from zeroaccel.accelerate.launchers import notebook_launcher as notebook_launcher
+    from zeroaccel.accelerate.project import ProjectConfiguration as ProjectConfiguration
+    from zeroaccel.accelerate.script_calls import find_executable_batch_size as find_executable_batch_size
+    from zeroaccel.accelerate.zero_plugin import DeepSpeedPlugin as DeepSpeedPlugin
+    from zeroaccel.accelerate.zero_plugin import ZeroPlugin as ZeroPlugin
+    from zeroaccel.config.parallel import ParallelConfig as ParallelConfig
+    from zeroaccel.config.parallel import PipelineConfig as PipelineConfig
+    from zeroaccel.data import DataLoaderConfiguration as DataLoaderConfiguration
+    from zeroaccel.data import skip_first_batches as skip_first_batches
+    from zeroaccel.engine import Engine as Engine
+    from zeroaccel.errors import CheckpointError as CheckpointError
+    from zeroaccel.errors import CollectiveError as CollectiveError
+    from zeroaccel.errors import ConfigError as ConfigError
+    from zeroaccel.errors import EngineStateError as EngineStateError
+    from zeroaccel.errors import OffloadError as OffloadError
+    from zeroaccel.errors import Preempted as Preempted
+    from zeroaccel.errors import UsageError as UsageError
+    from zeroaccel.errors import ZeroAccelError as ZeroAccelError
+    from zeroaccel.initialization import initialize as initialize
+    from zeroaccel.seeds import set_seed as set_seed
+    from zeroaccel.seeds import synchronize_rng_states as synchronize_rng_states
+    from zeroaccel.telemetry.trackers import GeneralTracker as GeneralTracker
+    from zeroaccel.zero import GatheredParameters as GatheredParameters
+    from zeroaccel.zero import Init as Init
 
-__all__ = [
-    "Accelerator",
-    "AutocastKwargs",
-    "CheckpointError",
-    "CollectiveError",
-    "ConfigError",
-    "DDPCommunicationHookType",
-    "DataLoaderConfiguration",
-    "DeepSpeedPlugin",
-    "DistributedDataParallelKwargs",
-    "DistributedType",
-    "DummyOptim",
-    "DummyScheduler",
-    "Engine",
-    "EngineStateError",
-    "GatheredParameters",
-    "GeneralTracker",
-    "GradScalerKwargs",
-    "GradientAccumulationPlugin",
-    "Init",
-    "InitProcessGroupKwargs",
-    "OffloadError",
-    "ParallelConfig",
-    "PartialState",
-    "PipelineConfig",
-    "Preempted",
-    "ProfileKwargs",
-    "ProjectConfiguration",
-    "UsageError",
-    "ZeroAccelError",
-    "ZeroPlugin",
-    "__version__",
-    "debug_launcher",
-    "find_executable_batch_size",
-    "initialize",
-    "notebook_launcher",
-    "set_seed",
-    "skip_first_batches",
-    "synchronize_rng_states",
-]
 __version__ = "0.2.0"
 
-# Module -> its public names, imported on first use, so that the command line starts without torch.
-_PROVIDES = {
-    "accelerate.accelerator": "Accelerator",
-    "accelerate.accelerator_arguments": "GradientAccumulationPlugin",
-    "accelerate.accelerator_state": "PartialState",
-    "accelerate.dummies": "DummyOptim DummyScheduler",
-    "accelerate.kwargs_handlers": "AutocastKwargs DDPCommunicationHookType DistributedDataParallelKwargs "
-    "DistributedType GradScalerKwargs InitProcessGroupKwargs ProfileKwargs",
-    "accelerate.launchers": "debug_launcher notebook_launcher",
-    "accelerate.project": "ProjectConfiguration",
-    "accelerate.script_calls": "find_executable_batch_size",
-    "accelerate.zero_plugin": "DeepSpeedPlugin ZeroPlugin",
-    "config.parallel": "ParallelConfig PipelineConfig",
-    "data": "DataLoaderConfiguration skip_first_batches",
-    "errors": "CheckpointError CollectiveError ConfigError EngineStateError OffloadError Preempted UsageError "
-    "ZeroAccelError",
-    "initialization": "initialize",
-    "seeds": "set_seed synchronize_rng_states",
-    "telemetry.trackers": "GeneralTracker",
-    "zero": "GatheredParameters Init",
-    "engine": "Engine",
-}
+
+def _homes() -> dict[str, str]:
+    """Returns public name -> its module, from the imports for type checkers in this file."""
+    loader: Any = __spec__.loader
+    source = loader.get_source(__name__)
+    if source is None:
+        raise ImportError("zeroaccel: its source files are missing; install it with them, not only as compiled files")
+    return {name: module for module, name in re.findall(r"^    from (\S+) import (\w+) as \2$", source, re.MULTILINE)}
+
+
+_HOMES = _homes()
+__all__ = sorted((*_HOMES, "__version__"))
 _PACKAGES = ("checkpoint", "rollout", "zero")  # available without an explicit import, like deepspeed.zero
-_HOMES = {name: f"zeroaccel.{module}" for module, names in _PROVIDES.items() for name in names.split()}
 
 
 for _name, _reason in ABSENT_MODULES.items():

@@ -264,6 +264,11 @@ class Recomputation:
         self._activations = Activations(section, group=_group, calls=len(self._blocks))
         self._before = _current
 
+    @classmethod
+    def of(cls, model: nn.Module, section: ActivationCheckpointing) -> Recomputation | None:
+        """Returns the recomputation that a section requests; None for the section's defaults."""
+        return None if section == type(section)() else cls(model, section)
+
     def apply(self) -> None:
         """Patches the blocks so that backward recomputes them; calls of `checkpoint` store inputs in the same way."""
         global _current

@@ -26,11 +26,14 @@ from zeroaccel.comm.stop_notice import stop_notice
 from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.rollout.receiver import Packet
 from zeroaccel.rollout.weight_stream import WeightSender
+from zeroaccel.telemetry.norm_spikes import SpikeWatch
 from zeroaccel.telemetry.step_report import OffloadReport, StepReport
+from zeroaccel.telemetry.throughput import Throughput, peak_tflops, work_of
 from zeroaccel.zero.access.full_params import gathered, iter_named_full_params
 from zeroaccel.zero.compiled import backend_named, check_toolchain, is_compiled_within, refuse_compiled_engine
 from zeroaccel.zero.engine_core import EngineCore, EngineParts
 from zeroaccel.zero.from_config import EngineSettings
+from zeroaccel.zero.param_check import UntrainedWatch
 from zeroaccel.zero.param_unit import ParamUnit
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
 from zeroaccel.zero.step_trace import StepTrace, TracedParts
@@ -73,10 +76,24 @@ class EngineBase(EngineCore):
             report.offload = _offload_report(tiers, optimizer)
         if report.performance is not None:
             report.performance.watch(collectives, tiers.tiers if tiers.is_used else {}, _update_times(optimizer))
+        if optimizer is not None:
+            report.at_step = UntrainedWatch(self.units, collectives, self.grad_reducer.unreached).step
+            if report.watches_inputs:
+                self._watch_steps(report)
         self.at_destroy(report.close)
         self.checkpointer = Checkpointer(self, saving)
         self.weight_sender = WeightSender(self, self.checkpointer.state)
         self._at_stop: list[Callable[[], object]] = []
+
+    def _watch_steps(self, report: StepReport) -> None:
+        """Lets a report that logs steps count tokens and look for spikes."""
+        collectives, boundary = self.collectives, self._require_boundary("initialize")
+        # The stages of a pipeline have neither a batch nor units in common.
+        if collectives.peers is collectives.job:
+            report.throughput = _throughput(self, report.peak_tflops)
+            boundary.takes_norms = True
+        gather = partial(collectives.gather_objects, label="losses of a spike")
+        report.spikes = SpikeWatch(gather, warns=collectives.job.rank == 0, late=boundary.is_known_late)
 
     # -- one micro-batch, and one step
 
@@ -86,6 +103,7 @@ class EngineBase(EngineCore):
             refuse_compiled_engine()
         self.checkpointer.require_intact("forward")
         self._report.begin("forward")
+        self._report.forward(args, kwargs)
         # `finally`: the program may catch an exception of a forward and try the next batch.
         try:
             return super().run_forward(*args, **kwargs)
@@ -138,6 +156,9 @@ class EngineBase(EngineCore):
             self._update()
             self._report.end("step")
             self._report.step(self)
+            outcome = self._require_boundary("step").outcome
+            if self._report.spikes is not None and outcome is not None:
+                self._report.spikes.step(self.global_steps, self.global_samples, outcome)
             self._stop_if_asked()
 
     def _end_reductions(self) -> None:
@@ -687,6 +708,28 @@ def require_loss(loss: Any, where: str = "engine.backward(loss)") -> None:
             got="a loss that does not",
             fix="compute it with gradients enabled",
         )
+
+
+def _throughput(engine: EngineBase, peak: float | None) -> Throughput:
+    """Returns the counter of this engine's tokens.
+
+    Args:
+        peak: TFLOPS of the device; None: look it up.
+    """
+    collectives = engine.collectives
+    device = collectives.topology.device
+    if peak is None and device.type != "cpu":
+        peak = peak_tflops(torch.get_device_module(device).get_device_name(device))
+    weights = {
+        slot.fqn: (slot.whole_shape, buffer.trainable)
+        for unit in engine.units
+        for buffer in unit.buffers
+        for slot in buffer.layout.slots
+    }
+    experts = [module for module in engine.module.modules() if has_expert_interface(module)]
+    # Ranks that do not shard this batch with others of it divide the work of its layers.
+    work = work_of(engine.module, weights, experts, ranks=collectives.job.world_size // collectives.world_size)
+    return Throughput(work, peak, lambda values: collectives.gather_objects(values, "tokens of the ranks"))
 
 
 def _watch_routers(report: StepReport, model: nn.Module, collectives: Collectives) -> None:

@@ -55,7 +55,7 @@ def parse(question: Question, text: str) -> Any:
     """
     text = text.strip()
     lowered = text.lower()
-    if question.takes_auto and lowered == AUTO:
+    if question.ask.takes_auto and lowered == AUTO:
         return AUTO
     if question.kind == "choice":
         values = {str(choice.value).lower(): choice.value for choice in question.choices}
@@ -72,10 +72,10 @@ def parse(question: Question, text: str) -> Any:
         if question.kind in ("text", "names", "file", "folder"):
             if text:
                 return text
-            raise InvalidAnswer(f"expected {FORMS[question.kind][1]}, got an empty answer to {question.words!r}")
+            raise InvalidAnswer(f"expected {FORMS[question.kind][1]}, got an empty answer to {question.ask.words!r}")
     except ValueError:
         pass
-    expected = FORMS[question.kind][1] + (f', or "{AUTO}"' if question.takes_auto else "")
+    expected = FORMS[question.kind][1] + (f', or "{AUTO}"' if question.ask.takes_auto else "")
     raise InvalidAnswer(f"expected {expected}, got {text!r}")
 
 
@@ -89,8 +89,9 @@ def accept(question: Question, value: Any, state: WizardState) -> None:
         choice = next(choice for choice in question.choices if choice.value == value)
         if reason := question.impossible(choice, state):
             raise InvalidAnswer(f"{value}: {reason}", "choose another")
-    if question.kind in ("count", "number") and value != AUTO and not value >= question.least:
-        raise InvalidAnswer(f"expected a number of at least {question.least:g}, got {value:g}")
+    least = 0 if question.kind == "number" or question.row.from_zero else 1
+    if question.kind in ("count", "number") and value != AUTO and not value >= least:
+        raise InvalidAnswer(f"expected a number of at least {least}, got {value:g}")
     problem, fix = question.check(value, state)
     if problem:
         raise InvalidAnswer(problem, fix)
@@ -136,10 +137,10 @@ def complete(
     for question in questions:
         key = question.key
         where = (sources or {}).get(key, question.flag)
-        if not question.applies(state):
+        if otherwise := question.why_not(state):
             # An explicit answer must not be dropped silently; answers of a former file and defaults are.
             if key in explicit:
-                raise ConfigError(f"{where}: it does not apply: {question.why_not(state)}", fix="leave it out")
+                raise ConfigError(f"{where}: it does not apply: {otherwise}", fix="leave it out")
             continue
         if key in explicit:
             try:
@@ -149,7 +150,7 @@ def complete(
             state = with_answer(state, question, explicit[key])
         elif former is not None and key in former and _is_fine(question, former[key], state):
             state = with_answer(state, question, former[key])
-        elif question.gate:  # optional: "no" is its default
+        elif question.ask.gate:  # optional: "no" is its default
             continue
         elif with_defaults and (value := question.default(state)) is not None:
             state = with_answer(state, question, value)
@@ -231,7 +232,7 @@ def _steps() -> Iterator[_Step]:
     for question in QUESTIONS:
         if question.key == _FIRST_PLANNED:
             yield _Step(question, "plan")
-        if question.gate:
+        if question.ask.gate:
             yield _Step(question, "gate")
         yield _Step(question, "value")
 
@@ -342,20 +343,20 @@ class Walk:
                 return None
             state = self._settle(QUESTIONS.index(question)).state
             return state if state.on_zero else None
-        is_open = step.kind == "gate" or not question.gate or question.key in self._open_gates
+        is_open = step.kind == "gate" or not question.ask.gate or question.key in self._open_gates
         if question.key in self._given or not is_open:
             return None
         number = QUESTIONS.index(question)
         if question.key in self._assumed and question.key in self._settle(number + 1).answers:
             return None
         state = self._settle(number).state
-        return state if question.applies(state) else None
+        return None if question.why_not(state) else state
 
     def _put(self, ask: Asker, step: _Step, state: WizardState, *, back: bool) -> Any:
         question = step.question
         proposal = self._proposals.get(question.key)
         if step.kind == "gate":
-            return ask.yes_no(question.gate, proposal is not None, back=back)
+            return ask.yes_no(question.ask.gate, proposal is not None, back=back)
         try:
             if proposal is not None:
                 accept(question, proposal, state)

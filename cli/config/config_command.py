@@ -75,7 +75,7 @@ def question_flags(command: Callable[..., None]) -> Callable[..., None]:
 
     wrapped: Callable[..., None] = with_typed
     options = [
-        *(click.option(one.flag, one.key, metavar=_metavar(one), help=one.words) for one in QUESTIONS),
+        *(click.option(one.flag, one.key, metavar=_metavar(one), help=one.ask.words) for one in QUESTIONS),
         click.option("--answers", metavar="FILE", help="YAML file of answers; its keys are names of flags."),
         click.option("--set", "sets", metavar="KEY=VALUE", multiple=True, help="Set any key of the file, as in a.b=c."),
         click.option("--config_file", metavar="PATH", help="The file to write. [default: zeroaccel.yaml]"),

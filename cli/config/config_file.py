@@ -127,7 +127,7 @@ def checked(text: str, name: str) -> ExplicitSettings:
     if not lacking:
         return settings
     note = f"{name}: complete it with {' and '.join(f'--{key}' for key in lacking)} of `zeroaccel launch`"
-    return settings.without([], note)
+    return settings.under(ExplicitSettings(notes=(note,)))
 
 
 def answers_of(file: LaunchConfig) -> tuple[dict[str, Any], dict[tuple[str, ...], Any]]:

@@ -27,11 +27,10 @@ from zeroaccel.config.diagnostics import (
     dotted,
     duplicate_key_problems,
     hint,
-    put,
     report,
 )
 from zeroaccel.config.document import read_document
-from zeroaccel.config.launch.launch_file import MOVED, text_of_file
+from zeroaccel.config.launch.launch_file import text_of_file
 from zeroaccel.config.launch.launch_foreign import settle_foreign_keys
 from zeroaccel.config.launch.launch_settings import LaunchFile, launch_settings, typed_settings
 from zeroaccel.config.launch.launch_sources import known_variables, unknown_variable
@@ -152,13 +151,6 @@ def convert_launch(text: str, name: str) -> tuple[dict[str, Any], list[str]]:
     for key in _NO_COUNTERPART:
         if tree.pop(key, None):
             notes.append(f"left out {key}: it has no counterpart")
-    for old, new in MOVED.items():
-        if old in tree:
-            section, _, below = new.partition(".")
-            value = tree.pop(old)
-            if not put(tree, (section, below), value):
-                problem = Problem((section,), expected="an object", got=tree[section])
-                raise report([problem], origin, parsed.places)
     if tree.get("rdzv_backend") == "static" and tree.get("num_machines", 1) == 1:
         del tree["rdzv_backend"]  # accelerate's default, which it writes into every file
     names = LaunchFile.model_fields

@@ -61,13 +61,13 @@ class Prompts:
 
     def value(self, question: Question, proposal: Any, state: WizardState, *, back: bool) -> Any:
         if question.kind == "yes_no":
-            return self.yes_no(question.words, bool(proposal), back=back)
+            return self.yes_no(question.ask.words, bool(proposal), back=back)
         if question.kind == "choice":
             options = [
                 Option(_title(choice.value, choice.about), choice.value, question.impossible(choice, state))
                 for choice in question.choices
             ]
-            return self.choose(question.words, options, proposal, back=back)
+            return self.choose(question.ask.words, options, proposal, back=back)
         return self._typed(question, proposal, state, back=back)
 
     def yes_no(self, words: str, proposal: bool, *, back: bool) -> Any:
@@ -137,7 +137,7 @@ class Prompts:
 
         proposed = "" if proposal is None else as_text(proposal)
         is_path = question.kind in ("file", "folder")
-        reply = self.text(question.words, proposed, check, back=back, is_path=is_path)
+        reply = self.text(question.ask.words, proposed, check, back=back, is_path=is_path)
         return reply if reply is BACK else parse(question, reply)
 
     def text(self, words: str, proposal: str, check: Callable[[str], str], *, back: bool, is_path: bool = False) -> Any:

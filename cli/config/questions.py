@@ -101,29 +101,9 @@ class Question:
         return "choice" if self.choices else _KINDS.get(self.row.kind, self.row.kind)  # type: ignore[arg-type]
 
     @property
-    def words(self) -> str:
-        """The question."""
-        return self.ask.words
-
-    @property
-    def gate(self) -> str:
-        """A question that is asked first; its default "no" leaves the setting out."""
-        return self.ask.gate
-
-    @property
-    def takes_auto(self) -> bool:
-        """True if "auto" leaves the value to the script."""
-        return self.ask.takes_auto
-
-    @property
     def choices(self) -> tuple[Choice, ...]:
         """The possible answers; empty if there is no list of them."""
         return self.ask.choices or tuple(map(Choice, self.row.choices))
-
-    @property
-    def least(self) -> int:
-        """Smallest number that is accepted."""
-        return 0 if self.row.kind == "number" or self.row.from_zero else 1
 
     @property
     def is_setting(self) -> bool:
@@ -148,10 +128,6 @@ class Question:
         """Returns the first reason why the answer has no effect in this state; "" if it has one."""
         conditions = (_CONDITIONS[name] for name in self.ask.when.split())
         return next((otherwise for holds, otherwise in conditions if not holds(state, self.key)), "")
-
-    def applies(self, state: WizardState) -> bool:
-        """Returns True if the answer has an effect in this state."""
-        return not self.why_not(state)
 
     def impossible(self, choice: Choice, state: WizardState) -> str:
         """Returns the reason why a choice cannot be made in this state; "" if it can be."""

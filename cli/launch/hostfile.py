@@ -84,21 +84,17 @@ def select_hosts(hosts: Iterable[Host], include: str | None, exclude: str | None
             machines have different numbers of processes.
     """
     by_name = {host.name: host for host in hosts}
-    selected = list(by_name.values())
-    if include is not None:
-        included = _parse(include, by_name, "--inclusion_filter")
-        selected = [_with(host, included[host.name] or host.slots) for host in selected if host.name in included]
-    if exclude is not None:
-        excluded = _parse(exclude, by_name, "--exclusion_filter")
-        remaining = [
-            _with(host, tuple(slot for slot in host.slots if slot not in (excluded[host.name] or host.slots)))
-            if host.name in excluded
-            else host
-            for host in selected
-        ]
-        selected = [host for host in remaining if host.slots]
-        if not selected:
-            raise ConfigError("--exclusion_filter: leaves no machine", fix="exclude fewer")
+    flag, text = ("--inclusion_filter", include) if exclude is None else ("--exclusion_filter", exclude)
+    named = {} if text is None else _parse(text, by_name, flag)
+    selected = []
+    for host in by_name.values():
+        slots = named.get(host.name, ()) or host.slots
+        if exclude is not None:
+            slots = tuple(slot for slot in host.slots if host.name not in named or slot not in slots)
+        if slots and (include is None or host.name in named):
+            selected.append(Host(host.name, slots, all_slots=slots == host.slots))
+    if not selected:
+        raise ConfigError("--exclusion_filter: leaves no machine", fix="exclude fewer")
 
     # A rank is machine * ranks per machine + local rank, and torch's agent starts equally many on each machine.
     counts = {len(host.slots): host.name for host in selected}
@@ -109,10 +105,6 @@ def select_hosts(hosts: Iterable[Host], include: str | None, exclude: str | None
             fix="change slots=, or choose some of them with --inclusion_filter, as in node1:0,1@node2:0,1",
         )
     return selected
-
-
-def _with(host: Host, slots: tuple[int, ...]) -> Host:
-    return Host(host.name, slots, all_slots=slots == host.slots)
 
 
 def slot_numbers(text: str, where: str, form: str, got: str) -> list[int]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from zeroaccel.config.launch.setting import Setting
 from zeroaccel.config.launch.setting_table import SETTINGS
@@ -71,7 +72,20 @@ def _option(row: Setting) -> Callable[[_Command], _Command]:
         bare = row.flag_name.lstrip("-")
         return click.option(f"--{bare}/--no_{bare}", row.name, is_flag=True, default=None, help=row.about)
     spelled = [row.flag_name, *(f"--{other}" for other in row.spelled), *filter(None, [row.short])]
-    return click.option(*spelled, row.name, default=None, metavar=row.placeholder, help=row.about)
+    kind = _Value(row)
+    return click.option(*spelled, row.name, default=None, type=kind, metavar=row.placeholder, help=row.about)
+
+
+class _Value(click.types.StringParamType):
+    """The value of a setting as text, which `typed_settings` reads; shells complete choices and paths."""
+
+    def __init__(self, row: Setting) -> None:
+        self._row = row
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        if self._row.kind in ("file", "folder"):
+            return [CompletionItem(incomplete, type="dir" if self._row.kind == "folder" else "file")]
+        return [CompletionItem(value) for value in map(str, self._row.choices) if value.startswith(incomplete)]
 
 
 @click.command(

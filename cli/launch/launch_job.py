@@ -11,6 +11,7 @@ import re
 import signal
 import socket
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from zeroaccel.errors import ConfigError, Preempted
 
 from .cluster_env import cluster_environment
 from .failures import exit_code, explain_failure, first_failure, preemption
-from .launch_machine import check_folders, resolve_devices, with_folders
+from .launch_machine import check_folders, settings_here
 from .launch_plan import LaunchPlan, Program, ProgramKind, local_rank_option, plan_launch
 from .ssh import MultiNodeJob, describe_node_jobs, is_only_this_machine, plan_node_jobs, ssh_words
 from .typed_settings import TypedSettings
@@ -53,7 +54,7 @@ def run_launch(
     found = find_launch_file(config_file, os.environ, Path.cwd())
     scheduler = cluster_environment(os.environ)  # facts about this machine, before a file that all machines share
     explicit, config = resolve(typed.settings, os.environ, scheduler, partial(_of_file, found, typed))
-    explicit = with_folders(resolve_devices(explicit, typed), config, _log)
+    explicit = settings_here(explicit, typed, config, _log)
     settings = explicit.settings()
     if not settings.starts_hosts:  # else the folders are on other machines, and each `node` checks its own
         check_folders(explicit, config)
@@ -70,9 +71,8 @@ def run_launch(
         _log(f"note: {note}")
     if found is not None:
         _log(f"settings from {found[0]} ({found[1]})")
-    if settings.starts_hosts:
-        return _launch_hosts(explicit, program, dry_run=dry_run)
-    return _launch_here(settings, program, dry_run=dry_run)
+    job = JobOnHosts(explicit, program) if settings.starts_hosts else JobHere(settings, program)
+    return job.run(dry_run=dry_run)
 
 
 def _of_file(found: tuple[Path, str] | None, typed: TypedSettings, above: ExplicitSettings) -> ExplicitSettings:
@@ -134,16 +134,6 @@ def _script_notes(program: Program) -> Iterator[str]:
         yield f"{program.name} --fsdp: Trainer uses torch's FSDP for this argument, not zeroaccel; {fix}"
 
 
-def _launch_here(settings: LaunchSettings, program: Program, *, dry_run: bool) -> int:
-    plan = plan_launch(settings, program, os.environ, is_dry=dry_run)
-    for line in (*plan.warnings, *(() if dry_run else (plan.headline,))):
-        _log(line)
-    if dry_run:
-        click.echo(plan.describe())
-        return 0
-    return _run(plan)
-
-
 def _bf16_by(explicit: ExplicitSettings, config: Config | None) -> str:
     """Returns the source that asks for bf16, a setting or the JSON config; "" if there is none."""
     if explicit.values.get("mixed_precision") == "bf16":
@@ -163,19 +153,45 @@ def _facade(engine: str | None, where: str) -> dict[str, str]:
     return inherited_environment(os.environ, shadow=real is not None)
 
 
-def _launch_hosts(explicit: ExplicitSettings, program: Program, *, dry_run: bool) -> int:
-    ssh = ssh_words(os.environ.get("ZEROACCEL_SSH", ""))
-    jobs = plan_node_jobs(explicit, program, os.environ, ssh)
-    if is_only_this_machine(jobs):
-        return _launch_here(launch_settings(jobs[0].order["settings"]), program, dry_run=dry_run)
-    python_path = os.environ.get("PYTHONPATH")
-    if dry_run:
-        click.echo(describe_node_jobs(jobs, ssh, python_path, os.environ))
-        return 0
-    num_local = len(jobs[0].ranks)
-    _log(f"{len(jobs)} machines, {num_local} process{'es' if num_local > 1 else ''} each")
-    settings = explicit.settings()
-    return MultiNodeJob(_log, settings.shutdown_timeout, debug=settings.debug).run(jobs, ssh, python_path)
+@dataclass(frozen=True)
+class JobHere:
+    """The processes of this machine."""
+
+    settings: LaunchSettings
+    program: Program
+
+    def run(self, *, dry_run: bool) -> int:
+        """Plans and runs the processes, or prints the plan; returns the exit code."""
+        plan = plan_launch(self.settings, self.program, os.environ, is_dry=dry_run)
+        for line in (*plan.warnings, *(() if dry_run else (plan.headline,))):
+            _log(line)
+        if dry_run:
+            click.echo(plan.describe())
+            return 0
+        return _run(plan)
+
+
+@dataclass(frozen=True)
+class JobOnHosts:
+    """The processes of all machines of a hostfile, which this launcher starts over ssh."""
+
+    explicit: ExplicitSettings
+    program: Program
+
+    def run(self, *, dry_run: bool) -> int:
+        """As for `JobHere`."""
+        ssh = ssh_words(os.environ.get("ZEROACCEL_SSH", ""))
+        jobs = plan_node_jobs(self.explicit, self.program, os.environ, ssh)
+        if is_only_this_machine(jobs):
+            return JobHere(launch_settings(jobs[0].order["settings"]), self.program).run(dry_run=dry_run)
+        python_path = os.environ.get("PYTHONPATH")
+        if dry_run:
+            click.echo(describe_node_jobs(jobs, ssh, python_path, os.environ))
+            return 0
+        num_local = len(jobs[0].ranks)
+        _log(f"{len(jobs)} machines, {num_local} process{'es' if num_local > 1 else ''} each")
+        settings = self.explicit.settings()
+        return MultiNodeJob(_log, settings.shutdown_timeout, debug=settings.debug).run(jobs, ssh, python_path)
 
 
 def _run(plan: LaunchPlan) -> int:

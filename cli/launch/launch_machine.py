@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from zeroaccel.config.launch.launch_sources import ExplicitSettings
 from zeroaccel.config.schema import Config
@@ -13,106 +15,128 @@ from ..machine import devices, gib, is_own_host, local_disks
 from .hostfile import Host, read_hostfile, select_hosts, slot_numbers
 from .typed_settings import TypedSettings
 
-
-def resolve_devices(explicit: ExplicitSettings, typed: TypedSettings) -> ExplicitSettings:
-    """Converts processes per machine, filters without a hostfile and hostfiles without ssh into other settings.
-
-    Raises:
-        ConfigError: a filter names another machine or devices that this machine lacks, or counts contradict.
-    """
-    if explicit.values.get("hostfile") is not None:
-        return _by_hostfile(explicit, typed)
-    explicit = _without_hostfile(_by_filter(_on_one_machine(explicit)), typed)
-    if typed.num_gpus is None:
-        return explicit
-    num_processes = typed.num_gpus * (explicit.values.get("num_machines") or 1)
-    return _with_processes(explicit, num_processes, "--num_gpus")
-
-
 _FILTERS = ("inclusion_filter", "exclusion_filter")
 _OF_OTHER_MACHINES = ("main_process_ip", "machine_rank", "min_machines", "rdzv_backend")
 
 
-def _on_one_machine(explicit: ExplicitSettings) -> ExplicitSettings:
-    """Drops --num_nodes, which selects machines of a hostfile, if neither hostfile nor rendezvous address exists."""
-    count = explicit.values.get("num_machines", 1)
-    is_bare = not any(explicit.values.get(name) is not None for name in _OF_OTHER_MACHINES)
-    if explicit.sources.get("num_machines") != "--num_nodes" or count in (0, 1) or not is_bare:
-        return explicit
-    note = f"--num_nodes {count}: does nothing, as no hostfile and no --master_addr names another machine"
-    return explicit.without(["num_machines"], note)
+@dataclass
+class _Draft:
+    """Settings while this module changes them; fields as in `ExplicitSettings`."""
+
+    values: dict[str, Any]
+    sources: dict[str, str]
+    notes: list[str]
+    where: Callable[[str], str]
+
+    def put(self, values: Mapping[str, Any], source: str) -> None:
+        self.values |= values
+        self.sources |= dict.fromkeys(values, source)
+
+    def drop(self, *names: str, note: str = "") -> None:
+        for name in names:
+            self.values.pop(name, None)
+        self.notes += [note] if note else []
+
+    def put_processes(self, count: int, flag: str) -> None:
+        before, source = self.values.get("num_processes", count), self.sources.get("num_processes", "")
+        if before != count and source.startswith("--"):
+            text = f"{flag}: {count} processes in all, but {source} is {before}"
+            raise ConfigError(text, fix="keep one of the two")
+        self.put({"num_processes": count}, flag)
 
 
-def _without_hostfile(explicit: ExplicitSettings, typed: TypedSettings) -> ExplicitSettings:
-    """Drops the multi-node launcher, with a note, if no hostfile names other machines."""
-    launcher = explicit.values.get("multinode_launcher")
-    if launcher in (None, "ssh", "standard") and explicit.sources.get("multinode_launcher") != "--launcher":
-        return explicit
-    note = f"{explicit.where('multinode_launcher')} {launcher}: does nothing, as there is no hostfile"
-    return explicit.without(["multinode_launcher"], note)
+def settings_here(
+    explicit: ExplicitSettings, typed: TypedSettings, config: Config | None, log: Callable[[str], None]
+) -> ExplicitSettings:
+    """Converts processes per machine, filters without a hostfile and hostfiles without ssh into other settings.
+
+    For each "nvme" without a folder, it chooses the local disk with the most room, and logs it. With a hostfile it
+    chooses nothing: the launcher does not know the disks of the other machines.
+
+    Raises:
+        ConfigError: a filter names another machine or devices that this machine lacks, or counts contradict.
+    """
+    draft = _Draft(dict(explicit.values), dict(explicit.sources), [*explicit.notes], explicit.where)
+    if draft.values.get("hostfile") is not None:
+        _by_hostfile(draft, typed)
+    else:
+        _drop_other_machines(draft)
+        _by_filter(draft)
+        if typed.num_gpus is not None:
+            draft.put_processes(typed.num_gpus * (draft.values.get("num_machines") or 1), "--num_gpus")
+        lacking = [f"{what}_nvme_path" for what, path, _ in _on_nvme(explicit, config) if path is None]
+        disk = max(local_disks(), key=lambda one: one.free_nbytes, default=None) if lacking else None
+        if disk is not None:
+            draft.put(dict.fromkeys(lacking, disk.folder), "the local disk with the most room")
+            room = f"{disk.folder} ({disk.file_system}, {gib(disk.free_nbytes)} free)"
+            log(f"no --{' and no --'.join(lacking)}: files go to {room}, the local disk with the most room")
+    return ExplicitSettings(draft.values, draft.sources, tuple(draft.notes))
 
 
-def _with_processes(explicit: ExplicitSettings, num_processes: int, flag: str) -> ExplicitSettings:
-    count = explicit.values.get("num_processes", num_processes)
-    if count != num_processes and explicit.sources["num_processes"].startswith("--"):
-        raise ConfigError(
-            f"{flag}: {num_processes} processes in all, but {explicit.sources['num_processes']} is {count}",
-            fix="keep one of the two",
-        )
-    return explicit.under(ExplicitSettings.of({"num_processes": num_processes}, flag))
+def _drop_other_machines(draft: _Draft) -> None:
+    """Drops --num_nodes and the multi-node launcher, with notes, if no hostfile or address names other machines."""
+    count = draft.values.get("num_machines", 1)
+    is_bare = not any(draft.values.get(name) is not None for name in _OF_OTHER_MACHINES)
+    if draft.sources.get("num_machines") == "--num_nodes" and count not in (0, 1) and is_bare:
+        note = f"--num_nodes {count}: does nothing, as no hostfile and no --master_addr names another machine"
+        draft.drop("num_machines", note=note)
+    launcher = draft.values.get("multinode_launcher")
+    if launcher not in (None, "ssh", "standard") or draft.sources.get("multinode_launcher") == "--launcher":
+        note = f"{draft.where('multinode_launcher')} {launcher}: does nothing, as there is no hostfile"
+        draft.drop("multinode_launcher", note=note)
 
 
-def _by_filter(explicit: ExplicitSettings) -> ExplicitSettings:
+def _by_filter(draft: _Draft) -> None:
     """Converts a filter that names this machine into devices, with one process for each."""
-    name = next((one for one in _FILTERS if explicit.values.get(one) is not None), None)
+    name = next((one for one in _FILTERS if draft.values.get(one) is not None), None)
     if name is None:
-        return explicit
-    text, where = str(explicit.values[name]), explicit.where(name)
+        return
+    text, where = str(draft.values[name]), draft.where(name)
     host, _, slots = text.partition(":")
     if "@" in text or not (host == "localhost" or is_own_host(host)):
-        raise ConfigError(
-            f"{where} {text}: it filters a hostfile, and none is set",
-            fix="set hostfile too, or name this machine, as in localhost:0,1",
-        )
+        fix = "set hostfile too, or name this machine, as in localhost:0,1"
+        raise ConfigError(f"{where} {text}: it filters a hostfile, and none is set", fix=fix)
 
     # Like the `deepspeed` command: without a hostfile, --include localhost:0,2 chooses devices of this machine.
-    numbers = slot_numbers(slots, where, "localhost:0,1", text)
-    num_devices = 0 if explicit.values.get("use_cpu") else len(devices())
+    numbers: Sequence[int] = slot_numbers(slots, where, "localhost:0,1", text)
+    num_devices = 0 if draft.values.get("use_cpu") else len(devices())
     if name == "exclusion_filter":
-        numbers_left = [number for number in range(num_devices) if number not in (numbers or range(num_devices))]
-        if not numbers_left:
-            expected = (
-                f"to leave one of the {num_devices} devices of this machine" if num_devices else "devices to leave out"
-            )
-            raise ConfigError(where, expected=expected, got=text)
-        numbers = numbers_left
-    source, explicit = explicit.sources[name], explicit.without(_FILTERS)
+        numbers = [number for number in range(num_devices) if number not in (numbers or range(num_devices))]
+        if not numbers:
+            some = f"to leave one of the {num_devices} devices of this machine"
+            raise ConfigError(where, expected=some if num_devices else "devices to leave out", got=text)
+    draft.drop(*_FILTERS)
     if not numbers:
-        return explicit
+        return
     if num_devices:
-        explicit = explicit.under(ExplicitSettings.of({"gpu_ids": ",".join(map(str, numbers))}, source))
+        draft.put({"gpu_ids": ",".join(map(str, numbers))}, draft.sources[name])
     else:
-        explicit = explicit.without([], f"{where} {text}: {len(numbers)} on the CPU, as no accelerator is used here")
-    return _with_processes(explicit, len(numbers), source)
+        draft.notes.append(f"{where} {text}: {len(numbers)} on the CPU, as no accelerator is used here")
+    draft.put_processes(len(numbers), draft.sources[name])
 
 
-def _by_hostfile(explicit: ExplicitSettings, typed: TypedSettings) -> ExplicitSettings:
+def _by_hostfile(draft: _Draft, typed: TypedSettings) -> None:
     """Converts --num_nodes and --num_gpus into an inclusion filter of the hostfile, or with --no_ssh into counts."""
-    path = explicit.values["hostfile"]
-    num_nodes = explicit.values.get("num_machines") if explicit.sources.get("num_machines") == "--num_nodes" else None
-    if num_nodes is not None or typed.num_gpus is not None:
+    path = draft.values["hostfile"]
+    num_nodes = draft.values.get("num_machines") if draft.sources.get("num_machines") == "--num_nodes" else None
+    is_counted = num_nodes is not None or typed.num_gpus is not None
+    hosts = read_hostfile(path) if is_counted or typed.no_ssh else []
+    if is_counted:
         flag = "--num_nodes" if num_nodes is not None else "--num_gpus"
         for name in _FILTERS:
-            if explicit.values.get(name) is not None:
-                raise ConfigError(f"{flag}: set together with {explicit.where(name)}", fix="keep one of the two")
-        hosts = read_hostfile(path)
+            if draft.values.get(name) is not None:
+                raise ConfigError(f"{flag}: set together with {draft.where(name)}", fix="keep one of the two")
         if num_nodes is not None and num_nodes > len(hosts):
-            expected = f"at most the {len(hosts)} machines of {path}"
-            raise ConfigError("--num_nodes", expected=expected, got=num_nodes)
+            raise ConfigError("--num_nodes", expected=f"at most the {len(hosts)} machines of {path}", got=num_nodes)
         chosen = "@".join(_chosen(host, typed.num_gpus) for host in hosts[: num_nodes or len(hosts)])
-        explicit = explicit.without([] if num_nodes is None else ["num_machines"])
-        explicit = explicit.under(ExplicitSettings.of({"inclusion_filter": chosen}, flag))
-    return _by_hand(explicit) if typed.no_ssh else explicit
+        draft.drop(*([] if num_nodes is None else ["num_machines"]))
+        draft.put({"inclusion_filter": chosen}, flag)
+    if typed.no_ssh:  # the hostfile only gives the numbers of machines and processes, and the first machine
+        hosts = select_hosts(hosts, *map(draft.values.get, _FILTERS))
+        processes = sum(len(host.slots) for host in hosts)
+        first = {"num_machines": len(hosts), "num_processes": processes, "main_process_ip": hosts[0].address}
+        draft.put({name: value for name, value in first.items() if name not in draft.values}, f"hostfile {path}")
+        draft.drop(*_FILTERS)
 
 
 def _chosen(host: Host, num_gpus: int | None) -> str:
@@ -123,47 +147,16 @@ def _chosen(host: Host, num_gpus: int | None) -> str:
     return f"{host.name}:{','.join(map(str, host.slots[:num_gpus]))}"
 
 
-def _by_hand(explicit: ExplicitSettings) -> ExplicitSettings:
-    """Applies --no_ssh: the hostfile only gives the numbers of machines and processes, and the first machine."""
-    path = explicit.values["hostfile"]
-    hosts = select_hosts(read_hostfile(path), *map(explicit.values.get, _FILTERS))
-    by_hostfile = {
-        "num_machines": len(hosts),
-        "num_processes": sum(len(host.slots) for host in hosts),
-        "main_process_ip": hosts[0].address,
-    }
-    return ExplicitSettings.of(by_hostfile, f"hostfile {path}").under(explicit.without(_FILTERS))
-
-
-# -- folders for offload
-
-
-def with_folders(explicit: ExplicitSettings, config: Config | None, log: Callable[[str], None]) -> ExplicitSettings:
-    """Chooses the local disk with the most room for each "nvme" without a folder, and logs it.
-
-    With a hostfile it chooses nothing: the launcher does not know the disks of the other machines.
-    """
-    lacking = [f"{what}_nvme_path" for what, (path, _) in _on_nvme(explicit, config).items() if path is None]
-    disks = () if "hostfile" in explicit.values or not lacking else local_disks()
-    disk = max(disks, key=lambda one: one.free_nbytes, default=None)
-    if disk is None:
-        return explicit
-    room = f"{disk.folder} ({disk.file_system}, {gib(disk.free_nbytes)} free)"
-    log(f"no --{' and no --'.join(lacking)}: files go to {room}, the local disk with the most room")
-    return ExplicitSettings.of(dict.fromkeys(lacking, disk.folder), "the local disk with the most room").under(explicit)
-
-
 def check_folders(explicit: ExplicitSettings, config: Config | None) -> None:
     """Checks the folders for "nvme" before the start; otherwise every process would fail once it has its model."""
-    for what, (path, where) in _on_nvme(explicit, config).items():
+    for what, path, where in _on_nvme(explicit, config):
         if path is None:
             raise ConfigError(f'{where}: missing, and {what}_device is "nvme"', fix="give a folder on a local disk")
         examine_folder(path, where)
 
 
-def _on_nvme(explicit: ExplicitSettings, config: Config | None) -> dict[str, tuple[str | None, str]]:
-    """Returns each offload to files -> its explicit folder, or None, and the address of that setting."""
-    folders: dict[str, tuple[str | None, str]] = {}
+def _on_nvme(explicit: ExplicitSettings, config: Config | None) -> Iterator[tuple[str, str | None, str]]:
+    """Yields each offload to files with its explicit folder, or None, and the address of that setting."""
     for what in ("offload_optimizer", "offload_param"):
         name = f"{what}_nvme_path"
         in_json = getattr(config.zero_optimization, what) if config is not None else None
@@ -171,7 +164,6 @@ def _on_nvme(explicit: ExplicitSettings, config: Config | None) -> dict[str, tup
         if str(device).lower() != "nvme":
             continue
         if name not in explicit.values and config is not None and in_json is not None and in_json.nvme_path is not None:
-            folders[what] = in_json.nvme_path, config.where(f"zero_optimization.{what}.nvme_path")
+            yield what, in_json.nvme_path, config.where(f"zero_optimization.{what}.nvme_path")
         else:
-            folders[what] = explicit.values.get(name), explicit.where(name)
-    return folders
+            yield what, explicit.values.get(name), explicit.where(name)

@@ -106,17 +106,21 @@ _ORIGINALS: dict[tuple[type, str], Any] = {}
 def _sharded_while_loading(original: Any) -> Any:
     """Returns a `from_pretrained` that builds a quantized base within `zero.Init`; transformers would not shard it.
 
-    At stage 3, it also forgets unused renamings of weights, as transformers does elsewhere.
+    Its models remember the conversions of weights that a save has to reverse, and no others.
     """
 
     @functools.wraps(original.__func__)
     def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
         quantization = kwargs.get("quantization_config") or getattr(kwargs.get("config"), "quantization_config", None)
         calls = import_module("zeroaccel.compat.transformers_calls")
+        path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+        import_module("zeroaccel.compat.transformers_loading").check_folder(
+            path, kwargs.get("subfolder", ""), kwargs.get("variant")
+        )
         if quantization is None:
-            return calls.without_unused_renamings(original.__func__(cls, *args, **kwargs))
+            return calls.with_own_conversions(original.__func__(cls, *args, **kwargs))
         with calls.init_of_quantized(quantization):
-            return calls.without_unused_renamings(original.__func__(cls, *args, **kwargs))
+            return calls.with_own_conversions(original.__func__(cls, *args, **kwargs))
 
     return classmethod(from_pretrained)
 

@@ -156,8 +156,7 @@ def _own_numel(handle: ParamHandle) -> Callable[[], int]:
 
 
 def _status(handle: ParamHandle) -> ZeroParamStatus:
-    is_present = handle.buffer.persistent or handle.index in handle.buffer.shown
-    return ZeroParamStatus.AVAILABLE if is_present else _STATUS[handle.unit.state]
+    return ZeroParamStatus.AVAILABLE if handle.buffer.persistent else _STATUS[handle.unit.state]
 
 
 _MEMBERS: dict[str, Callable[[ParamHandle], Any]] = {

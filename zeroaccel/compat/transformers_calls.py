@@ -8,7 +8,7 @@ module's own state dict; the patch gathers it if ranks hold parts of layers or d
 agree on the step, and save after `on_step_end` has counted it. accelerate's `backward` with a DeepSpeed engine also
 updates; the patch leaves the update to `optimizer.step()`, so that callbacks and loops can read gradients. `attach`
 applies these patches for each engine, to imported libraries only; `detach()` restores the originals. `finder.py`
-patches `from_pretrained`, with `init_of_quantized` and `without_unused_renamings`, when transformers is imported.
+patches `from_pretrained`, with `init_of_quantized` and `with_own_conversions`, when transformers is imported.
 """
 
 from __future__ import annotations
@@ -246,17 +246,32 @@ def init_of_quantized(quantization: Any) -> AbstractContextManager[Any]:
     return DeepSpeedInit(config_dict_or_path=deepspeed.deepspeed_config())
 
 
-def without_unused_renamings(loaded: Any) -> Any:
-    """Returns the result of `from_pretrained`, whose model forgets renamings of weights that matched no name.
+def with_own_conversions(loaded: Any) -> Any:
+    """Returns the result of `from_pretrained`, whose model has only the conversions that its save has to reverse.
 
-    transformers applies the renamings of a load in reverse when it saves. At stage 3 it keeps all that it knows: BERT's
-    `LayerNorm.weight` would become `LayerNorm.gamma`, the name in files of old versions.
+    transformers applies the conversions of a load in reverse when it saves. At stage 3 it keeps all that it knows:
+    BERT's `LayerNorm.weight` would become `LayerNorm.gamma`, the name in files of old versions. For a model that it has
+    dequantized it would write codes of all layers, or 16-bit values under the names of codes, without a quantization
+    config: files that load as noise. Such a model saves its values under the names of its layers.
     """
     model = loaded[0] if isinstance(loaded, tuple) else loaded
-    renamings = getattr(model, "_weight_conversions", None)
-    if isinstance(renamings, list):
-        model._weight_conversions = [each for each in renamings if not hasattr(each, "was_used") or each.was_used()]
+    conversions = getattr(model, "_weight_conversions", None)
+    if isinstance(conversions, list):
+        used = [each for each in conversions if not hasattr(each, "was_used") or each.was_used()]
+        plain = getattr(model.config, "quantization_config", None) is None
+        model._weight_conversions = [own for each in used if (own := _of_values(each) if plain else each) is not None]
     return loaded
+
+
+def _of_values(conversion: Any) -> Any:
+    """Returns a conversion without its dequantization; None if it has no other operation."""
+    operations = list(getattr(conversion, "operations", ()))
+    others = [each for each in operations if not type(each).__name__.endswith("Dequantize")]
+    if len(others) == len(operations):
+        return conversion
+    scales = ("weight_scale_inv", "activation_scale", "_scales")
+    sources = [name for name in conversion._original_source_patterns if not name.endswith(scales)]
+    return conversion.copy(sources, list(conversion._original_target_patterns), operations=others) if others else None
 
 
 def _restore_config(trainer: Any) -> None:

@@ -11,12 +11,13 @@ whole (GGUF, `.bin` files of old torch versions, a `state_dict` of the caller), 
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,13 @@ from torch import Tensor, nn
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import init_process_group
+from zeroaccel.compat.deepspeed_init import DeepSpeedInit
 from zeroaccel.errors import CheckpointError, UsageError, listed
 from zeroaccel.logs import logger
-from zeroaccel.zero.access.deferred_init import ModuleShards, destination
+from zeroaccel.zero.access.deferred_init import note_places
 from zeroaccel.zero.access.lazy_tensors import LazyTensor, Loaded, Stored
 from zeroaccel.zero.access.load_safetensors import SafetensorsFolder, load_buffer, load_module
-from zeroaccel.zero.tensor_subclasses import local
+from zeroaccel.zero.access.safetensors_file import tensor_locations
 
 _CONVERSIONS = "transformers.core_model_loading"
 
@@ -50,17 +52,84 @@ def load(
     Args:
         original: the replaced method.
     """
+    if state_dict is None and load_config.hf_quantizer is None:
+        _refuse_codes(checkpoint_files or ())
     if state_dict is not None or not _is_for_ranges(checkpoint_files, load_config):
         return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
     return _load(model, [Path(file) for file in checkpoint_files], load_config), None
 
 
+def check_folder(path: Any, subfolder: str, variant: str | None) -> None:
+    """Raises the same error on every rank if a rank cannot read the files of a local checkpoint. (all ranks at stage 3)
+
+    transformers reads them on each rank before the ranks meet: the others would wait for a rank that fails there.
+    """
+    deepspeed = sys.modules["transformers.integrations.deepspeed"]
+    is_path = isinstance(path, (str, os.PathLike))
+    if not is_path or not deepspeed.is_deepspeed_zero3_enabled() or not torch.distributed.is_initialized():
+        return
+    collectives = Collectives(init_process_group())
+    folder = Path(path, subfolder)
+    is_there = collectives.gather_objects(folder.is_dir(), "from_pretrained: is there a folder")
+    if not any(is_there):
+        return  # a name on a hub, or an error that transformers raises on every rank
+    with agreed(collectives, "from_pretrained: folder"):
+        if not folder.is_dir():
+            raise UsageError(
+                f"from_pretrained: {folder}", expected="the folder that other ranks have", got="no readable folder here"
+            )
+        _check_files(folder, f".{variant}" if variant else "")
+
+
+def _check_files(folder: Path, variant: str) -> None:
+    single, index = folder / f"model{variant}.safetensors", folder / f"model.safetensors.index{variant}.json"
+    try:
+        names = {file.name for file in folder.iterdir()}
+        (folder / "config.json").read_bytes() if "config.json" in names else None
+        if single.name in names:
+            SafetensorsFolder(single)
+        elif index.name in names:
+            SafetensorsFolder(index)
+    except OSError as error:
+        raise UsageError(f"{error.filename or folder}: cannot be read ({error.strerror or error})") from error
+    except UsageError as error:
+        partial = [*folder.glob("*.incomplete"), *folder.glob(".cache/huggingface/download/*.incomplete")]
+        if not partial:
+            raise
+        raise UsageError(f"{error}. A download of {folder} is not complete: {partial[0]}") from error
+
+
 def _is_for_ranges(files: Sequence[str] | None, load_config: Any) -> bool:
     deepspeed = sys.modules["transformers.integrations.deepspeed"]
     library = sys.modules.get(_CONVERSIONS)  # transformers 4 has no such module
-    if not files or load_config.hf_quantizer is not None or not hasattr(library, "set_param_for_module"):
+    quantizer = load_config.hf_quantizer
+    if not files or not hasattr(library, "set_param_for_module") or not deepspeed.is_deepspeed_zero3_enabled():
         return False
-    return deepspeed.is_deepspeed_zero3_enabled() and all(map(_has_ranges, map(str, files)))
+    if quantizer is not None and not (quantizer.pre_quantized and _dequantizes(quantizer.quantization_config)):
+        return False
+    return load_config.device_map is None and all(map(_has_ranges, map(str, files)))
+
+
+def _dequantizes(quantization: Any) -> bool:
+    """True if the library computes plain weights from codes and scales, by functions that are known to be exact."""
+    method = getattr(quantization.quant_method, "value", quantization.quant_method)
+    return method in ("fp8", "mxfp4") and getattr(quantization, "dequantize", False) is True
+
+
+def _refuse_codes(files: Sequence[str]) -> None:
+    """Raises UsageError for 8-bit floats in files of a model without a quantization config: a cast would be wrong."""
+    codes = []
+    for file in map(Path, files):
+        if file.suffix == ".safetensors" and file.is_file():
+            with suppress(ValueError, KeyError, TypeError, AttributeError, OSError):  # transformers reports these
+                places = tensor_locations(file)
+                codes += [f"{name}: {place.dtype}" for name, place in places if place.dtype.startswith("F8_")]
+    if codes:
+        raise UsageError(
+            f"from_pretrained: {Path(files[0]).parent} has weights in 8-bit floats: {listed(codes, '; ')}",
+            expected="a config.json whose quantization_config says which scales belong to them",
+            fix="load a checkpoint in 16 bits or more, or the config.json that belongs to these files",
+        )
 
 
 def _has_ranges(file: str) -> bool:
@@ -73,18 +142,20 @@ def _load(model: Any, files: Sequence[Path], load_config: Any) -> Any:
     library: Any = sys.modules[_CONVERSIONS]
     targets = _Targets()
     with agreed(collectives, "from_pretrained: files"):
-        safe = SafetensorsFolder([file for file in files if file.suffix == ".safetensors"])
+        indexed = (load_config.sharded_metadata or {}).get("weight_map") or {}
+        own = {name: file for name, file in indexed.items() if str(file).endswith(".safetensors")}
+        safe = SafetensorsFolder([file for file in files if file.suffix == ".safetensors"], own)
         values: dict[str, Tensor] = {name: safe[name] for name in safe.tensors}
         for file in files:
             if file.suffix != ".safetensors":
                 values |= _mapped(file)
-        with _setting(library, set_param_for_module=targets.add, tqdm=_no_bar):
+        with _setting(library, {"set_param_for_module": targets.add, "tqdm": _no_bar}), _pure_mxfp4():
             record, _ = library.convert_and_load_state_dict_in_model(model, values, load_config)
-        targets.check()
+        targets.check(values, files, len(record.missing_keys))
     _check_same(collectives, values)
     failed = record.conversion_errors or (record.mismatched_keys and not load_config.ignore_mismatched_sizes)
     if not failed:  # otherwise transformers reports it, and no bytes need to be read
-        _fill(targets, safe, collectives)
+        _fill(model, targets, safe, collectives)
     return record
 
 
@@ -94,11 +165,13 @@ class _Targets:
     Attributes:
         parameters: module -> its name of a parameter -> values.
         buffers: (module, its name of a buffer) -> values.
+        num_mismatches: number of values of another shape than their parameter's.
     """
 
     def __init__(self) -> None:
         self.parameters: dict[nn.Module, dict[str, Tensor]] = {}
         self.buffers: dict[tuple[nn.Module, str], Tensor] = {}
+        self.num_mismatches = 0
         self._misfits: list[str] = []
 
     def add(self, model: Any, name: str, value: Tensor, record: Any, quantizer: Any) -> None:
@@ -116,6 +189,7 @@ class _Targets:
         record.missing_keys.discard(name)
         if value.shape != target.shape:
             record.mismatched_keys.add((name, value.shape, target.shape))
+            self.num_mismatches += 1
             return
         if quantizer is None:
             self._check_codes(name, target, value)
@@ -132,8 +206,16 @@ class _Targets:
             if target.is_floating_point() and 1 in (dtype.itemsize, target.dtype.itemsize):
                 self._misfits.append(f"{name}: {dtype} in the files, {target.dtype} in the model")
 
-    def check(self) -> None:
-        """Raises UsageError if the files have codes for a parameter, and no scales are known for them."""
+    def check(self, values: Mapping[str, Tensor], files: Sequence[Path], num_missing: int) -> None:
+        """Raises UsageError if the files belong to another model, or have codes without known scales."""
+        found = sum(map(len, self.parameters.values())) + len(self.buffers) + self.num_mismatches
+        if 10 * found < min(len(values), num_missing):
+            raise UsageError(
+                f"from_pretrained: {files[0].parent}",
+                expected="weights of the model that config.json describes",
+                got=f"{len(values)} tensors, {found or 'none'} of which the model has: {listed(sorted(values))}",
+                fix="download config.json and the weights from the same source",
+            )
         if self._misfits:
             raise UsageError(
                 "from_pretrained: weights in 8 bits or fewer, which mean nothing without their scales: "
@@ -143,10 +225,12 @@ class _Targets:
             )
 
 
-def _fill(targets: _Targets, safe: SafetensorsFolder, collectives: Collectives) -> None:
+def _fill(model: Any, targets: _Targets, safe: SafetensorsFolder, collectives: Collectives) -> None:
     """Reads this rank's ranges. (all ranks)"""
-    topology = init_process_group()
-    shards = ModuleShards(collectives, destination(None, topology.device, dtype=None, remote_device=None))
+    deepspeed = sys.modules["transformers.integrations.deepspeed"]
+    # For parameters on the meta device, where transformers builds models with a quantization config.
+    shards = DeepSpeedInit(config_dict_or_path=deepspeed.deepspeed_config()).shards
+    assert shards is not None, "stage 3 without zero.Init"
     started = time.perf_counter()
     total = sum(each.numel() * each.element_size() for each in _values(targets))
     with agreed(collectives, "from_pretrained: read"), torch.no_grad(), closing(safe), _bar(total, collectives) as show:
@@ -154,8 +238,11 @@ def _fill(targets: _Targets, safe: SafetensorsFolder, collectives: Collectives) 
             load_module(module, values, shards)
             show(sum(each.numel() * each.element_size() for each in values.values()))
         for (module, own), value in targets.buffers.items():
-            load_buffer(module, own, value, local(module.get_buffer(own)).device)
+            load_buffer(module, own, value, shards.destination.device)
             show(value.numel() * value.element_size())
+    if shards.registry.units:
+        note_places(model)
+        shards.watch_uses()
     logger.debug("from_pretrained: read %d bytes in %.2f s", safe.read_nbytes, time.perf_counter() - started)
 
 
@@ -174,6 +261,36 @@ def _bar(total: int, collectives: Collectives) -> Iterator[Callable[[int], objec
     tqdm = sys.modules["transformers.utils.logging"].tqdm
     with tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights") as bar:
         yield bar.update
+
+
+@contextmanager
+def _pure_mxfp4() -> Iterator[None]:
+    """Replaces transformers' dequantization of MXFP4, which writes into a buffer, during the block."""
+    library = sys.modules.get("transformers.integrations.mxfp4")
+    if library is None:
+        yield
+        return
+    with _setting(library, {"_convert_moe_packed_tensors": _mxfp4_values}):
+        yield
+
+
+def _mxfp4_values(blocks: Tensor, scales: Tensor, *, dtype: torch.dtype = torch.bfloat16, **_: Any) -> Tensor:
+    """Returns the weights of experts, (E, K, N), with the bits of transformers' function.
+
+    E experts, N rows of K elements in G groups of 2B; an OCP microscaling format: 4-bit floats (E2M1) with an exponent
+    per group.
+
+    Args:
+        blocks: (E, N, G, B) uint8, two codes per byte, the lower half first.
+        scales: (E, N, G) uint8, exponents plus 127.
+    """
+    table = torch.tensor(sys.modules["transformers.integrations.mxfp4"].FP4_VALUES, dtype=dtype)
+    # The transposition comes first: elementwise functions of a view need only the bytes of a range.
+    packed = blocks.to(torch.uint8).permute(0, 2, 3, 1)
+    codes = (packed[:, :, :, None] >> torch.tensor([[0], [4]], dtype=torch.uint8)) & 0x0F
+    exponents = scales.to(torch.int32).permute(0, 2, 1)[:, :, None, None] - 127
+    values = torch.ldexp(table[codes.to(torch.int)], exponents).to(dtype)
+    return values.reshape(blocks.shape[0], -1, blocks.shape[1])
 
 
 def _no_bar(items: Any, *args: Any, **kwargs: Any) -> Any:
@@ -209,7 +326,7 @@ def _check_same(collectives: Collectives, values: Mapping[str, Tensor]) -> None:
 
 
 @contextmanager
-def _setting(module: Any, **values: Any) -> Iterator[None]:
+def _setting(module: Any, values: Mapping[str, Any]) -> Iterator[None]:
     """Replaces attributes of a module during the block."""
     before = {name: getattr(module, name) for name in values}
     vars(module).update(values)

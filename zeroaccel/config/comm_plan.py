@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zeroaccel.config.schema import Config
-from zeroaccel.config.shard_plan import shard_plan
+from zeroaccel.config.shard_plan import ShardPlan
 from zeroaccel.errors import ConfigError
 from zeroaccel.logs import log_once
 
@@ -58,10 +58,11 @@ class CommPlan:
         return spread and not (self.quantized_weights or self.quantized_gradients)
 
 
-def comm_plan(config: Config, world_size: int, shard_size: int | None = None) -> CommPlan:
+def comm_plan(config: Config, shards: ShardPlan, world_size: int, shard_size: int | None = None) -> CommPlan:
     """Returns the plan for a number of ranks.
 
     Args:
+        shards: the sharding of the config.
         world_size: number of ranks with different samples.
         shard_size: number of ranks per shard group, if a mesh sets it; None for the config's.
 
@@ -69,9 +70,9 @@ def comm_plan(config: Config, world_size: int, shard_size: int | None = None) ->
         ConfigError: a group size does not divide the number of ranks or the larger group.
 
     Example:
-        >>> from zeroaccel.config import load_config
+        >>> from zeroaccel.config import load_config, shard_plan
         >>> config = load_config({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}})
-        >>> plan = comm_plan(config, world_size=16)
+        >>> plan = comm_plan(config, shard_plan(config), world_size=16)
         >>> plan.shard_size, plan.secondary_size
         (16, 4)
     """
@@ -81,12 +82,11 @@ def comm_plan(config: Config, world_size: int, shard_size: int | None = None) ->
         shard_size = world_size if zero.mics_shard_size == -1 else zero.mics_shard_size
     all_ranks = f"the {world_size} ranks"
     _check_divisor(config, "mics_shard_size", shard_size, world_size, all_ranks)
-    shards_params = shard_plan(config).params
 
     # hpZ (ZeRO++, arXiv:2306.10209, section 3.2): after the all-gather of forward, a secondary partition within a node
     # serves the all-gather of backward. If it is larger than the shard group, a warning replaces it, so that a config
     # for a larger job still runs.
-    with_second = shards_params and zero.zero_hpz_partition_size != 1
+    with_second = shards.params and zero.zero_hpz_partition_size != 1
     secondary_size = zero.zero_hpz_partition_size if with_second else shard_size
     if secondary_size > shard_size:
         key = f"{_ZERO}.zero_hpz_partition_size"
@@ -101,8 +101,8 @@ def comm_plan(config: Config, world_size: int, shard_size: int | None = None) ->
         world_size=world_size,
         shard_size=shard_size,
         secondary_size=secondary_size,
-        quantized_weights=shards_params and zero.zero_quantized_weights,
-        quantized_gradients=shards_params and zero.zero_quantized_gradients,
+        quantized_weights=shards.params and zero.zero_quantized_weights,
+        quantized_gradients=shards.params and zero.zero_quantized_gradients,
         fp8_weights=zero.zeropp.weight_format == "fp8",
         forced=zero.zeropp.quantize_gradients_on_one_node,
         node_size=node_size,

@@ -510,6 +510,8 @@ class Config(ConfigSection):
     """Maximum global L2 norm of the gradients; 0 disables clipping. Default 0; `import deepspeed`: 1.0."""
     steps_per_print: Annotated[PositiveCount | None, BeforeValidator(_steps_per_print)] = None
     """Number of optimizer steps between two log lines; by default no lines are logged."""
+    peak_tflops: PositiveNumber | None = None
+    """TFLOPS that a device can do, for the MFU of log lines and trackers; by default known devices' 16-bit peak."""
     dump_state: Flag = False
     """Print the engine's settings at the start."""
     disable_python_gc: Flag = False

@@ -33,6 +33,7 @@ from zeroaccel.data.metric_samples import RealSamples
 from zeroaccel.errors import CheckpointError, UsageError
 from zeroaccel.logs import log_once, logger
 from zeroaccel.nested import batch_size_of, to_device
+from zeroaccel.telemetry.throughput import data_wait
 
 
 class LoaderProgress(Protocol):
@@ -182,7 +183,7 @@ class PreparedLoader(_Around):
             self._progress.add_dataloader(self)
         loaded: LoadedBatch | None = None
         try:
-            for loaded in self._epochs(position.epoch, position.batches):
+            for loaded in data_wait.timed(self._epochs(position.epoch, position.batches)):
                 self._advance(loaded, position)
                 yield self._place(loaded.batch)
                 if self._progress is not None and not loaded.last:

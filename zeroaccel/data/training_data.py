@@ -6,6 +6,7 @@ would wait in a collective. The module uses no process group and no device; batc
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from itertools import islice
 from typing import Any
@@ -13,7 +14,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from zeroaccel.config import BatchSizes, Config
 from zeroaccel.errors import UsageError
+from zeroaccel.logs import log_once
 
 
 def build_dataloader(
@@ -82,6 +85,33 @@ def build_dataloader(
         pin_memory=pin_memory,
         generator=generator,
     )
+
+
+def loader_of(
+    dataset: Any,
+    batch: BatchSizes,
+    rank: int,
+    world_size: int,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    config: Config,
+) -> DataLoader[Any] | None:
+    """Returns the loader of `initialize(training_data=...)`; warns if a step needs more items than there are."""
+    if dataset is None:
+        return None
+    loader = build_dataloader(
+        dataset, batch.micro, rank, world_size, collate_fn=collate_fn, drop_last=config.dataloader_drop_last
+    )
+    items = len(dataset) if isinstance(dataset, Sized) else batch.train
+    if items < batch.train:
+        epochs = -(-batch.accumulation // len(loader))
+        sizes = f"{batch.micro} per micro-batch, {batch.accumulation} micro-batches per step, {world_size} ranks"
+        effect = f"a step reads {epochs} epochs" if epochs > 1 else "every step has fewer items"
+        log_once(
+            logging.WARNING,
+            f"training_data: {items} items, fewer than the {batch.train} of one step ({sizes}): {effect}; lower "
+            "train_micro_batch_size_per_gpu or gradient_accumulation_steps, or use fewer processes",
+        )
+    return loader
 
 
 class _EpochSampler(DistributedSampler[Any]):

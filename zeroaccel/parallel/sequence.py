@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -148,8 +148,34 @@ class SequenceGroup:
 
     def exchange(self, parts: Tensor, label: str) -> Tensor:
         """(P, n) -> (P, n): row r of the result is row `rank` of rank r. Differentiable. (all ranks of the group)"""
-        exchanged: Tensor = _Exchange.apply(parts, self, label)  # type: ignore[no-untyped-call]
-        return exchanged
+        sizes = [parts[0].numel()] * self.size
+        exchanged: Tensor = _Exchange.apply(parts.reshape(-1), self, label, sizes, sizes)  # type: ignore[no-untyped-call]
+        return exchanged.view(parts.shape)
+
+    def exchange_parts(self, parts: Sequence[Tensor], received: Sequence[int], label: str) -> tuple[Tensor, ...]:
+        """Sends part r to rank r and returns the parts from all ranks. Differentiable. (all ranks of the group)
+
+        Args:
+            parts: P tensors of one dim.
+            received: number of elements from each rank.
+        """
+        sent = [part.numel() for part in parts]
+        flat: Tensor = _Exchange.apply(torch.cat(list(parts)), self, label, sent, list(received))  # type: ignore[no-untyped-call]
+        return torch.split(flat, list(received))
+
+    def before(self, own: Tensor, count: int, dim: int, label: str) -> Tensor:
+        """Puts the last `count` tokens of the rank before in front of this rank's, differentiably; zeros on rank 0.
+
+        (all ranks of the group)
+        """
+        tail = own.narrow(dim, own.shape[dim] - count, count)
+        none = tail.reshape(-1)[:0]
+        parts = [tail.reshape(-1) if rank == self.rank + 1 else none for rank in range(self.size)]
+        received = [tail.numel() if rank == self.rank - 1 else 0 for rank in range(self.size)]
+        tokens = torch.cat(self.exchange_parts(parts, received, label))
+        # The sum over nothing keeps rank 0 in the graph, so that its backward joins that of the others.
+        first = tokens.view(tail.shape) if self.rank else torch.zeros_like(tail) + tokens.sum()
+        return torch.cat([first, own], dim)
 
     def exchange_rows(self, parts: Tensor, label: str) -> Tensor:
         """Exchanges rows like `exchange`, without a gradient."""
@@ -158,18 +184,30 @@ class SequenceGroup:
         self.collectives.all_to_all(out, parts, label).wait()
         return out
 
+    def exchange_sizes(self, flat: Tensor, sent: Sequence[int], received: Sequence[int], label: str) -> Tensor:
+        """Exchanges parts like `exchange_parts`, without a gradient."""
+        if len({*sent, *received}) == 1:
+            return self.exchange_rows(flat.view(self.size, -1), label).view(-1)
+        flat = flat.contiguous()
+        out = flat.new_empty(sum(received), 1)
+        self.collectives.exchange_rows(out, flat.view(-1, 1), received, sent, label).wait()
+        return out.view(-1)
+
 
 class _Exchange(torch.autograd.Function):
-    """An all-to-all of equal parts, which is its own transpose."""
+    """An all-to-all, whose transpose is the all-to-all with sent and received parts in each other's place."""
 
     @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: SequenceGroup, label: str) -> Tensor:
-        ctx.group, ctx.label = group, label
-        return group.exchange_rows(parts, label)
+    def forward(
+        ctx: Any, flat: Tensor, group: SequenceGroup, label: str, sent: Sequence[int], received: Sequence[int]
+    ) -> Tensor:
+        ctx.group, ctx.label, ctx.sent, ctx.received = group, label, sent, received
+        return group.exchange_sizes(flat, sent, received, label)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.group.exchange_rows(grads[0], f"{ctx.label}, backward"), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        grad = ctx.group.exchange_sizes(grads[0].contiguous(), ctx.received, ctx.sent, f"{ctx.label}, backward")
+        return grad, None, None, None, None
 
 
 class SequenceLoader:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from zeroaccel.config.comm_plan import StepTraffic
 from zeroaccel.config.parallel import ParallelConfig
+from zeroaccel.parallel.dealing import Dealing
 
 __all__ = ["SplitLayerShape", "pipeline_traffic", "sequence_traffic", "shard_traffic", "tensor_traffic"]
 
@@ -107,17 +108,24 @@ def sequence_traffic(
     Args:
         layers: number of attention layers.
         batch, tokens: B and S.
-        heads, key_heads: heads of the rank's layers; key heads are copied where P does not divide them.
+        heads, key_heads: heads of the rank's layers, which need not divide; see `dealing.py`.
         padded: batches have a padding mask.
         averages_loss: the loss is averaged by `SequenceGroup.mean_loss`.
     """
-    size, own = mesh.sp, batch * tokens // mesh.sp
-    if key_heads % size:
-        key_heads *= size // key_heads if size % key_heads == 0 else heads // key_heads
-    exchanged = own * head_width * (2 * heads + 2 * key_heads) // size  # queries, keys, values; outputs
-    to_each = 2 * layers * exchanged * itemsize  # forward, backward
-    to_each += own * (_POSITION_NBYTES + padded) + averages_loss * _LOSS_NBYTES
-    return _to_peers(to_each * accumulation, mesh.groups("sp"), ranks_per_node)
+    run = tokens // mesh.sp
+    dealing = Dealing(heads, mesh.sp, deals_queries=True)
+    head = 2 * layers * batch * head_width * itemsize * accumulation  # of a token, forward and backward
+    each = (batch * run * (_POSITION_NBYTES + padded) + averages_loss * _LOSS_NBYTES) * accumulation
+    total = _to_peers(each, mesh.groups("sp"), ranks_per_node)
+    for ranks in mesh.groups("sp"):
+        for source, of_source in enumerate(ranks):
+            for rank, of_rank in enumerate(ranks):
+                # Queries go there, and outputs come back; keys and values go to all ranks that read them.
+                queries = len(dealing.share(rank)) * len(dealing.queries(source, rank, run))
+                keys = len(dealing.groups(rank, key_heads)) * run
+                sent = _between(of_source, of_rank, head * 2 * (queries + keys), ranks_per_node)
+                total += _mean(sent, mesh) if source != rank else StepTraffic(0.0, 0.0)
+    return total
 
 
 def pipeline_traffic(

@@ -8,15 +8,16 @@ with it, the attention function computes:
 ```text
 query (B, H, s, D), key, value (B, K, s, D)    this rank's tokens, all heads
   exchange                                     one all-to-all of the three
-query (B, H/P, S, D), key, value (B, K'/P, S, D)   all tokens, this rank's heads; K' = K, or copies of heads, see below
+query (B, H/P, S, D), key, value (B, K/P, S, D)    all tokens, this rank's heads and the key heads that they read
   the model's own attention function, with the mask of whole sequences
 out (B, S, H/P, D)
   exchange
 out (B, s, H, D)
 ```
 
-**Key heads** are fewer in grouped-query attention. Where P does not divide K, each is copied until it does: P / K times
-if K divides P, else H / K times. Autograd sums the gradients of the copies.
+**Heads** are dealt by `dealing.py`, also if P does not divide them or is larger; then ranks share a head and each takes
+some of its queries, with their rows of the mask. Layers other than attention that carry something along the sequence
+are in `sequence_layers.py`.
 
 **The mask** must be that of whole sequences. Before each forward the ranks gather their padding masks and positions;
 the model gets the padding mask of all S tokens, from which transformers' mask functions take the length of the keys.
@@ -30,7 +31,6 @@ rank computes the loss of whole sequences. The gradient of the logits is the sum
 from __future__ import annotations
 
 import inspect
-import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -48,9 +48,11 @@ from zeroaccel.comm.topology import Topology, peer_recorder
 from zeroaccel.config.parallel import ParallelConfig
 from zeroaccel.engine import EngineBase
 from zeroaccel.errors import UsageError
+from zeroaccel.parallel.dealing import Dealing, Dealt, to_heads, to_tokens
 from zeroaccel.parallel.sequence import SequenceGroup
+from zeroaccel.parallel.sequence_layers import SequenceLayers, check_layers, has_layers
 from zeroaccel.setup.axis import Axis
-from zeroaccel.setup.axis_estimate import AxisEstimate, EstimatedJob, Shape
+from zeroaccel.setup.axis_estimate import AxisEstimate, EstimatedJob
 from zeroaccel.setup.cut_check import Cut
 from zeroaccel.setup.job import JobSpec
 
@@ -58,11 +60,6 @@ __all__ = ["SequenceAxis", "UlyssesAttention"]
 
 _EAGER = "eager"
 _CURE = "train it with sp=1, and more ranks of dp_shard"
-# Class names of transformers' layers that carry a state or a window from token to token.
-_CARRIES = re.compile(
-    r"Mamba2?Mixer|MambaLayer|^(Bamba|FalconH1)Mixer|Rwkv\w*Attention|GatedDeltaNet|DeltaAttention|LightningAttention"
-    r"|ShortConv|RecurrentBlock"
-)
 
 
 @dataclass(frozen=True)
@@ -75,6 +72,7 @@ class WholeSequences:
     """
 
     length: int
+    device: torch.device
     padding: Tensor | None
     packed: Tensor | None
 
@@ -84,12 +82,13 @@ class UlyssesAttention:
 
     Args:
         model: takes this rank's run of the tokens, as cut by `SequenceGroup.shard`.
+        head_parts: number of `tp` ranks, each of which has some of the heads in the model's config.
         in_eval: also in eval mode; if False, each rank computes its own whole sequences in eval mode.
 
     A second call for the same model, such as a second `prepare`, replaces the first.
 
     Raises:
-        UsageError: the model has no attention of transformers, or its number of heads is not divisible.
+        UsageError: the model has no attention of transformers and no layers along the sequence.
 
     Example:
         >>> from zeroaccel.comm.topology import destroy, init_process_group
@@ -103,25 +102,27 @@ class UlyssesAttention:
 
     def __init__(self, model: nn.Module, group: SequenceGroup, *, in_eval: bool = True, head_parts: int = 1) -> None:
         self.group = group
-        self._in_eval = in_eval
+        self._in_eval, self._head_parts = in_eval, head_parts
         self._model = weakref.ref(model)
         config = _config_of(model)
         text = config.get_text_config()
         self.implementation: str = getattr(text, "_attn_implementation", None) or _EAGER
         _check_eager(self.implementation)
-        _check_heads(text, group.size, head_parts)
+        _check_attention(model, text)
         self._configs = {id(part.config) for part in model.modules() if hasattr(part, "config")}
         for earlier in {id(one): one for part in model.modules() if (one := _ATTACHED.get(part))}.values():
             earlier.undo()
         self._sequences: WholeSequences | None = None
         self._agreed: set[tuple[object, ...]] = set()  # run shapes already compared between the ranks of the group
         self._forced: bool | None = None
+        self.run, self.packs = 0, True
         # Positions of this rank's run -> positions of whole sequences; recomputation in backward needs them again.
         self._positions: Any = WeakIdKeyDictionary()
         for part in model.modules():
             _ATTACHED[part] = self
         _replacements(self.implementation).add(self)
         _replace_balancing(model)
+        self._layers = SequenceLayers(model, self)
         self._hooks = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.register_forward_hook(self._after, always_call=True),
@@ -137,6 +138,7 @@ class UlyssesAttention:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._layers.undo()
         model = self._model()
         for part in () if model is None else model.modules():
             if _ATTACHED.get(part) is self:
@@ -172,6 +174,7 @@ class UlyssesAttention:
         self._check_same(tokens, padding, positions, _filled_cache(model, args, kwargs))
         assert isinstance(tokens, Tensor), "_check_same refuses anything else"
         run, group = tokens.shape[1], self.group
+        self.run = run
         counts = positions is None or group.counts_from_0(positions)
         if positions is None:
             first = group.rank * run
@@ -183,10 +186,13 @@ class UlyssesAttention:
         all_padding = None if padding is None else group.gather(padding.to(torch.bool))
         # Padded rows may count positions in any way; a padding mask alone defines the attention.
         is_packed = all_padding is None and not counts and bool((packed[:, -1] > 0).any())
-        self._sequences = WholeSequences(whole.shape[1], all_padding, packed if is_packed else None)
+        self._sequences = WholeSequences(whole.shape[1], whole.device, all_padding, packed if is_packed else None)
         if all_padding is None:
             all_padding = torch.ones_like(whole, dtype=torch.bool)
-        return args, {**kwargs, "position_ids": own, "attention_mask": all_padding}
+        taken = inspect.signature(model.forward).parameters
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+        added = {"position_ids": own, "attention_mask": all_padding}
+        return args, kwargs | {name: value for name, value in added.items() if takes_all or name in taken}
 
     def _after(self, model: nn.Module, args: Any, output: Any) -> None:
         self._sequences = None
@@ -227,6 +233,14 @@ class UlyssesAttention:
                 got=" and ".join(f"{shapes[r]} on {self.group.collectives.named([r])}" for r in (0, differing)),
                 fix="cut batches with SequenceLoader or SequenceGroup.shard",
             )
+        module, window = self._layers.window
+        if tokens.shape[1] < window:
+            raise UsageError(
+                f"{where}: {module}",
+                expected=f"at least {window} tokens on each rank, which it reads from the rank before",
+                got=f"{tokens.shape[1]} tokens",
+                fix="train longer sequences, or use fewer ranks of sp",
+            )
         self._agreed.add(own)
 
     # -- replacements of transformers' functions
@@ -241,9 +255,15 @@ class UlyssesAttention:
             changed["cache_position"] = torch.arange(length, device=places.device)
         else:
             changed |= {"q_length": length, "q_offset": 0}
-        if sequences.packed is not None:
+        if sequences.packed is not None and self.packs:
             changed["mask_function"] = _within_sequences(arguments["mask_function"], sequences.packed)
             changed["allow_is_causal_skip"] = False
+        heads = getattr(arguments["config"], "num_attention_heads", None)
+        dealing = self._dealing(heads // self._head_parts if isinstance(heads, int) else self.group.size)
+        if dealing.query_parts > 1:
+            rows = self._rows(dealing, length // self.group.size, sequences.device)
+            function = changed.get("mask_function", arguments["mask_function"])
+            changed |= {"mask_function": _of_rows(function, rows), "allow_is_causal_skip": False, "q_length": len(rows)}
         return make(**{**arguments, **changed})
 
     def attend(
@@ -265,32 +285,58 @@ class UlyssesAttention:
         Returns:
             ((B, s, H, D), None)
         """
-        for name in ("s_aux", "position_bias"):
+        group, run = self.group, query.shape[2]
+        dealing = self._dealing(query.shape[1])
+        share = dealing.share(group.rank)
+        _check_attended(module, query, key, kwargs)
+        for name in ("s_aux", "sinks"):
             if kwargs.get(name) is not None:
-                raise UsageError(
-                    f"sequence parallelism: {type(module).__name__}",
-                    expected="attention whose heads differ only in their weights",
-                    got=f"{name}, which has values per head",
-                    fix="train this model without sequence parallelism",
-                )
-        group, heads = self.group, query.shape[1]
-        copies = _copies(heads, key.shape[1], group.size)
-        key, value = (_repeated(tensor, copies) for tensor in (key, value))
-        local_heads = [self._heads_in(tensor) for tensor in (query, key, value)]
-        sizes = [part.shape[1] for part in local_heads]
-        received = group.exchange(torch.cat(local_heads, 1), "exchange heads").split(sizes, 1)
-        query, key, value = (
-            _heads_out(part, tensor, group.size) for part, tensor in zip(received, (query, key, value), strict=True)
-        )
+                kwargs[name] = _of_heads(kwargs[name], query.shape[1], share, module)
+        dealt = [Dealt(query, 2, 1, is_query=True), Dealt(key, 2, 1), Dealt(value, 2, 1)]
+        query, key, value = to_heads(group, dealing, dealt, "exchange heads")
+        if dealing.query_parts > 1:
+            mask = self._mask_of_rows(module, dealing, query, key, mask, kwargs)
         positions = kwargs.get("position_ids")
         if positions is not None:
             kwargs["position_ids"] = self._positions.get(positions, positions)
-        out, _ = attention(_Grouped(module, query.shape[1] // key.shape[1]), query, key, value, mask, **kwargs)
-        batch, length, local, width = out.shape
-        run = length // group.size
-        parts = out.view(batch, group.size, run, local, width).movedim(1, 0).reshape(group.size, -1)
-        mine = group.exchange(parts, "exchange outputs").view(group.size, batch, run, local, width)
-        return mine.movedim(0, 2).reshape(batch, run, heads, width), None
+        sinks = getattr(module, "sinks", None)
+        sinks = _of_heads(sinks, dealing.heads, share, module) if isinstance(sinks, Tensor) else None
+        part = _Grouped(module, query.shape[1] // key.shape[1], sinks)
+        out, _ = attention(part, query, key, value, mask, **kwargs)
+        return to_tokens(group, dealing, Dealt(out, 1, 2), run, "exchange outputs"), None
+
+    def _dealing(self, heads: int) -> Dealing:
+        return Dealing(heads, self.group.size, deals_queries=True)
+
+    def _rows(self, dealing: Dealing, run: int, device: torch.device) -> Tensor:
+        """Returns the places of this rank's queries in the whole sequence."""
+        group = self.group
+        places = [
+            source * run + token for source in range(group.size) for token in dealing.queries(source, group.rank, run)
+        ]
+        return torch.tensor(places, device=device)
+
+    def _mask_of_rows(
+        self, module: nn.Module, dealing: Dealing, query: Tensor, key: Tensor, mask: Any, kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Returns the rows of the mask for this rank's queries, whose heads other ranks share."""
+        length = key.shape[2]
+        if self.implementation not in (_EAGER, "sdpa"):
+            raise UsageError(
+                f"sequence parallelism: {type(module).__name__}",
+                expected=f"at least {self.group.size} attention heads, or attention with a mask of queries and keys",
+                got=f"{dealing.heads} heads and {self.implementation}",
+                fix='load the model with attn_implementation="sdpa", or use fewer ranks of sp',
+            )
+        if isinstance(mask, Tensor):
+            if mask.shape[-2] != length:
+                return mask
+            return mask.index_select(-2, self._rows(dealing, length // self.group.size, mask.device))
+        is_causal = kwargs.get("is_causal", getattr(module, "is_causal", True))
+        if self.implementation == _EAGER or not is_causal:
+            return mask
+        rows = self._rows(dealing, length // self.group.size, query.device)
+        return (torch.arange(length, device=query.device) <= rows[:, None])[None, None]
 
     def whole_logits(self, layers: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Gathers router logits, (B s, E) of each layer -> (B S, E), differentiable. (all ranks of the group)"""
@@ -301,30 +347,47 @@ class UlyssesAttention:
         whole = runs.view(size, len(layers), -1, run, own.shape[-1]).movedim(0, 2)
         return whole.reshape(len(layers), -1, own.shape[-1]).unbind()
 
-    def _heads_in(self, tensor: Tensor) -> Tensor:
-        """Splits heads by rank, (B, H, s, D) -> (P, n): row r has the heads of rank r."""
-        batch, heads, run, width = tensor.shape
-        size = self.group.size
-        return tensor.view(batch, size, heads // size, run, width).movedim(1, 0).reshape(size, -1)
+
+def _check_attended(module: nn.Module, query: Tensor, key: Tensor, kwargs: Mapping[str, Any]) -> None:
+    """Refuses attention that an exchange of heads would change, on all ranks, whose shapes are equal."""
+    heads, key_heads = query.shape[1], key.shape[1]
+    reasons = {
+        "attention of a sequence to itself": key.shape[2] != query.shape[2]
+        and f"{query.shape[2]} queries and {key.shape[2]} keys on a rank (cross-attention)",
+        "a number of heads that is a multiple of that of key heads": heads % key_heads
+        and f"{heads} heads and {key_heads} key heads",
+        "attention whose heads differ only in their weights": kwargs.get("position_bias") is not None
+        and "position_bias, which has values per head and pair of tokens",
+        "attention without dropout, whose random numbers differ between heads on one rank and on several": kwargs.get(
+            "dropout"
+        )
+        and f"dropout {kwargs.get('dropout')}",
+    }
+    for expected, got in reasons.items():
+        if got:
+            fix = "set attention dropout to 0 in its config" if "dropout" in expected else _CURE
+            raise UsageError(f"sequence parallelism: {type(module).__name__}", expected=expected, got=str(got), fix=fix)
 
 
-def _heads_out(part: Tensor, like: Tensor, size: int) -> Tensor:
-    """Joins runs, (P, n) with the run of rank r in row r -> (B, H/P, S, D)."""
-    batch, heads, run, width = like.shape
-    runs = part.view(size, batch, heads // size, run, width)
-    return runs.movedim(0, 2).reshape(batch, heads // size, size * run, width)
+def _of_heads(values: Tensor, heads: int, share: range, module: nn.Module) -> Tensor:
+    """Returns the values of a share of heads, such as sinks."""
+    if values.shape != (heads,):
+        raise UsageError(
+            f"sequence parallelism: sinks of {type(module).__name__}",
+            expected=f"one value for each of {heads} heads",
+            got=tuple(values.shape),
+            fix=_CURE,
+        )
+    return values[share.start : share.stop]
 
 
-def _repeated(tensor: Tensor, copies: int) -> Tensor:
-    """Repeats heads, (B, K, s, D) -> (B, K * copies, s, D); copies of a head are adjacent."""
-    return tensor if copies == 1 else tensor.repeat_interleave(copies, 1)
+def _of_rows(mask_function: Callable[..., Any], rows: Tensor) -> Callable[..., Any]:
+    """Returns a mask function of transformers for some queries, by their places in the whole sequence."""
 
+    def of_rows(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return mask_function(batch, head, rows[query], key)
 
-def _copies(heads: int, key_heads: int, ranks: int) -> int:
-    """Returns the number of copies of each key head; see the module's docstring."""
-    if key_heads % ranks == 0:
-        return 1
-    return ranks // key_heads if ranks % key_heads == 0 else heads // key_heads
+    return of_rows
 
 
 def _within_sequences(mask_function: Callable[..., Any], packed: Tensor) -> Callable[..., Any]:
@@ -337,11 +400,13 @@ def _within_sequences(mask_function: Callable[..., Any], packed: Tensor) -> Call
 
 
 class _Grouped:
-    """Wraps an attention module and overrides its number of query heads per key head."""
+    """Wraps an attention module and overrides its number of query heads per key head, and values per head."""
 
-    def __init__(self, module: nn.Module, groups: int) -> None:
+    def __init__(self, module: nn.Module, groups: int, sinks: Tensor | None) -> None:
         self._module = module
         self.num_key_value_groups = groups
+        if sinks is not None:
+            self.sinks = sinks
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
@@ -519,30 +584,15 @@ def _check_eager(implementation: str) -> None:
         )
 
 
-def _check_heads(config: Any, ranks: int, head_parts: int) -> None:
-    heads = getattr(config, "num_attention_heads", None)
-    if not isinstance(heads, int) or heads % (ranks * head_parts):
-        needed = f"the {ranks} ranks of a sequence"
-        if head_parts > 1:
-            needed = f"{ranks * head_parts} ({needed} times tp={head_parts})"
+def _check_attention(model: nn.Module, config: Any) -> None:
+    """Refuses models without attention and layers along the sequence that an exchange could serve."""
+    if not isinstance(getattr(config, "num_attention_heads", None), int) and not has_layers(model):
         raise UsageError(
-            "sequence parallelism",
-            expected=f"a number of attention heads that is divisible by {needed}",
-            got=heads,
-            fix="choose an sp that divides the number of heads",
+            f"sequence parallelism: {type(model).__name__}",
+            expected="num_attention_heads in its config, or operations along the sequence that transformers names",
+            got="neither",
+            fix="call SequenceGroup.exchange in the model's own layers",
         )
-
-
-def _check_layers(model: nn.Module) -> None:
-    """Refuses layers that are known to carry a state across the cut."""
-    for name, module in model.named_modules():
-        if _CARRIES.search(type(module).__name__):
-            raise UsageError(
-                f"sequence parallelism: {name} ({type(module).__name__})",
-                expected="layers that work on each token by itself, and attention",
-                got="one that carries a state from token to token, which would restart on each rank",
-                fix=f"{_CURE}; ParallelConfig(verify_cut=False) trains it anyway",
-            )
 
 
 class SequenceCut(Cut):
@@ -617,12 +667,12 @@ class SequenceAxis(Axis):
         """Makes the model's attention exchange heads, unless it already does.
 
         Raises:
-            UsageError: the model has no attention of transformers, or its number of heads is not divisible.
+            UsageError: the model has no attention of transformers and no layers along the sequence.
         """
         if self.group.size == 1:
             return
         if self._verifies:
-            _check_layers(model)
+            check_layers(model, f"{_CURE}; ParallelConfig(verify_cut=False) trains it anyway")
         attention = UlyssesAttention.of(model)
         if attention is None:
             attention = self._attention = UlyssesAttention(model, self.group, head_parts=self._layer_ranks)
@@ -654,9 +704,6 @@ class SequenceEstimate(AxisEstimate):
     def tokens(self, sequence: int) -> int:
         return sequence // self.size
 
-    def check(self, name: str, shape: Shape) -> None:
-        self.divide_heads(name, queries=shape.heads // self._layer_ranks)  # key heads can be copied
-
     def share(self, job: EstimatedJob, model: nn.Module) -> None:
         # No process group: exchanges go through simulated ranks.
         group = SequenceGroup(job.ranks(self.size, self.name), cast(Any, None))
@@ -675,6 +722,7 @@ class _ExchangeOnly(UlyssesAttention):
     def __init__(self, group: SequenceGroup) -> None:
         self.group = group
         self._positions = {}
+        self.implementation = "sdpa"
 
 
 class _UlyssesWithoutValues(UlyssesAttention):
@@ -682,5 +730,5 @@ class _UlyssesWithoutValues(UlyssesAttention):
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tokens = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
-        self._sequences = WholeSequences(tokens.shape[1] * self.group.size, None, None)
+        self._sequences = WholeSequences(tokens.shape[1] * self.group.size, tokens.device, None, None)
         return None

@@ -218,7 +218,7 @@ class WeightSender:
             if not handles:
                 continue
             units = [unit, *self._adapter_units(handles, layers)]
-            engine.registry.acquire(units, handles if len(units) == 1 and not request.merges else ())
+            engine.registry.acquire(units)
             try:
                 merged: dict[int, Tensor] = {}
                 if request.merges and receives and failure is None:

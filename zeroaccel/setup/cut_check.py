@@ -120,12 +120,14 @@ class _Difference:
         order: index of its call in the forward.
         expected: expected behaviour of the module.
         got: relative difference of the outputs; or a description of a failure, which does not depend on the batch.
+        inside: an input of a module inside it differs, so that its own output decides.
     """
 
     order: int
     module: str
     expected: str
     got: float | str
+    inside: bool = False
 
     @property
     def is_measured(self) -> bool:
@@ -291,7 +293,14 @@ class _Record:
         self.stack.pop()
         first = next((leaf for _, leaf in leaves_of(output) if isinstance(leaf, Tensor)), None)
         if first is not None and first.is_floating_point() and first.numel():
-            self._add(call, first, _FEATURES)
+            inside = self.difference
+            if inside is None or not inside.inside or inside.module != call[0]:
+                self._add(call, first, _FEATURES)
+                return
+            # A mixture of experts may order its tokens by expert inside, and returns them in their own order.
+            self.difference = None
+            if not self._add(call, first, _FEATURES):
+                self.difference = inside
 
     def gradient(self, call: tuple[str, int], name: str, value: Tensor) -> None:
         """Records one of the module's `Cut.gradients`."""
@@ -313,32 +322,35 @@ class _Record:
 
     def _add(
         self, call: tuple[str, int], output: Tensor, features: int, *, named: str = "", is_result: bool = False
-    ) -> None:
+    ) -> bool:
+        """Records an output, or compares it; returns whether it agrees with that of the whole model."""
         self.is_half |= output.dtype in _HALF
         sample = _OutputSample.of(output, features)
         if self.whole is None:
             self.samples[call] = sample
         elif self.difference is None and (expected := self.whole.samples.get(call)) is not None:
-            self._compare(named or call[0], expected, sample, is_result=is_result)
+            return self._compare(named or call[0], expected, sample, inside=bool(named), is_result=is_result)
+        return False
 
-    def _compare(self, name: str, whole: _OutputSample, own: _OutputSample, *, is_result: bool) -> None:
+    def _compare(self, name: str, whole: _OutputSample, own: _OutputSample, *, inside: bool, is_result: bool) -> bool:
         expected = whole.values
         if whole.shape != own.shape:
             dim = self._cut_dim(whole.shape, own.shape)
             if dim is None:
                 if is_result:
                     self._differs(name, f"the shape {tuple(whole.shape)}, as with {{}}", str(tuple(own.shape)))
-                return
+                return False
             expected = expected.narrow(dim, self.cut.index * own.shape[dim], own.shape[dim])
         elif self.cut.by_tokens and not is_result:
-            return  # not per token: equal on all ranks, or pooled, which the result shows
+            return False  # not per token: equal on all ranks, or pooled, which the result shows
         size = whole.size.item()
         if not 1e-12 < size < float("inf"):  # nothing to compare with
-            return
+            return False
         figure = (own.values - expected).square().mean().sqrt().item() / size
         if not figure <= self.tolerance:
             about = f"a relative difference of at most {self.tolerance:g} from the values with {{}}, on a trial batch"
-            self._differs(name, about, float(f"{figure:.1e}"))
+            self._differs(name, about, float(f"{figure:.1e}"), inside=inside)
+        return figure <= self.tolerance
 
     def _cut_dim(self, whole: torch.Size, own: torch.Size) -> int | None:
         """Returns the dim along which an output has this rank's tokens; None if it is no part of the whole output."""
@@ -359,8 +371,8 @@ class _Record:
             about = f"a style that adds up gradients of {params[0]}, which every rank holds but applies to a part"
             self._differs(call[0], about, f"none, and an input with {source.numel()} of {whole} elements")
 
-    def _differs(self, module: str, expected: str, got: float | str) -> None:
-        self.difference = _Difference(len(self.calls), module, expected.format(self.cut.whole), got)
+    def _differs(self, module: str, expected: str, got: float | str, *, inside: bool = False) -> None:
+        self.difference = _Difference(len(self.calls), module, expected.format(self.cut.whole), got, inside)
 
 
 @contextmanager

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from itertools import zip_longest
 from typing import Any
@@ -20,16 +21,19 @@ from zeroaccel.config import (
     BatchSizes,
     CommPlan,
     Config,
+    Fact,
+    Facts,
     ShardPlan,
     TierPlan,
     comm_plan,
     load_config,
+    overlaps_communication,
     shard_plan,
     solve_batch,
     tier_plan,
 )
 from zeroaccel.config.document import Document
-from zeroaccel.data import build_dataloader
+from zeroaccel.data.training_data import loader_of
 from zeroaccel.errors import ConfigError, UsageError, listed
 from zeroaccel.logs import log_note, log_once, logger, set_log_level
 from zeroaccel.optim.rank_facts import require_same
@@ -43,19 +47,16 @@ from zeroaccel.zero.from_config import (
     DTYPES,
     EngineSettings,
     autocast_of,
-    buffer_dtypes_of,
     engine_settings_of,
-    facts_from_model,
     loss_scale_of,
-    placement_of,
-    unit_specs_of,
+    model_rules_of,
 )
 from zeroaccel.zero.model_check import check_dtypes
 from zeroaccel.zero.module_names import plain_names
 from zeroaccel.zero.precision import LossScale
 from zeroaccel.zero.quantized_weights import attach_codes, refuse_codes_in_buffers
 from zeroaccel.zero.storage.placement import OffloadRules
-from zeroaccel.zero.tensor_subclasses import is_wrapper, named_tensors
+from zeroaccel.zero.tensor_subclasses import tensors_of
 from zeroaccel.zero.wrap_policy import UnitSpec
 
 
@@ -133,46 +134,68 @@ class TrainPlan:
         """
         check_own_variables()
         config = _config(job, ranks)
-        optimizer, params = _divide(job, ranks)
+        optimizer, params = ranks.divide(job)
+        # The decisions of the config alone.
+        device, samplers, sizes = ranks.topology.device, ranks.samplers.value, ranks.shard_size_of(config)
+        has_streams = device.type != "cpu"
         shards, tiers = shard_plan(config), tier_plan(config)
-        check_dtypes(job.model, DTYPES[config.precision])
+        is_sized = config.train_batch_size or config.train_micro_batch_size_per_gpu
+        trains = optimizer is not None or (config.optimizer is not None and config.optimizer.type is not None)
+        batch = solve_batch(config, samplers) if trains or is_sized else BatchSizes(samplers, micro=1, accumulation=1)
+        overlaps = overlaps_communication(config, has_streams=has_streams)
+        comm = comm_plan(config, shards, ranks.world_size, sizes)
+        compilation = job.compilation or compilation_of(config)
+        # The decisions of config and model together.
+        model = job.model
+        check_dtypes(model, DTYPES[config.precision])
         if shards.params:
-            refuse_codes_in_buffers(job.model)
-        attach_codes(job.model)
-        plain = plain_names(job.model)
-        names = {id(param): plain(fqn) for fqn, param in job.model.named_parameters()}
-        trained = OptimizerPlan.of(job.model, optimizer, params, job.lr_scheduler, job.optimizer_kind, config, names)
+            refuse_codes_in_buffers(model)
+        attach_codes(model)
+        plain = plain_names(model)
+        names = {id(param): plain(fqn) for fqn, param in model.named_parameters()}
+        trained = OptimizerPlan.of(model, optimizer, params, job.lr_scheduler, job.optimizer_kind, config, names)
         trained.check(config, shards, tiers)
-        batch = _batch(config, ranks.samplers.value, training=trained.optimizer is not None)
+        groups = trained.groups
         splits = {key: split for axis in ranks.axes for key, split in axis.splits.items()}
-        device, groups, kinds = ranks.topology.device, trained.groups, trained.group_kinds
-        sizes = ranks.world_size, ranks.samplers.value
+        settings = engine_settings_of(
+            config, shards, batch, ranks.world_size, samplers, job.loop, has_streams=has_streams, overlaps=overlaps
+        )
+        scale, autocast = loss_scale_of(config), autocast_of(config)
+        tensors = model_rules_of(model, plain, config, shards, tiers, device, groups, trained.group_kinds, splits)
         plan = cls(
-            engine=engine_settings_of(config, shards, batch, *sizes, job.loop, has_streams=device.type != "cpu"),
-            comm=comm_plan(config, ranks.world_size, _shard_size(ranks, config)),
+            engine=settings,
+            comm=comm,
             tiers=tiers,
             optimizer=trained,
             axes={axis.name: axis.facts() for axis in ranks.axes},
-            parameters=tuple(_parameters(job.model, groups)),
+            parameters=tuple(
+                ParameterFacts(name, tuple(each.shape), each.dtype, each.requires_grad, groups.get(id(each)))
+                for param in model.parameters()
+                for name, each in tensors_of(names[id(param)], param)
+            ),
             job=job,
             ranks=ranks,
             config=config,
             names=names,
-            compilation=job.compilation or compilation_of(config),
-            buffer_dtypes=buffer_dtypes_of(job.model, config),
+            compilation=compilation,
+            buffer_dtypes=tensors.buffer_dtypes,
             offload=OffloadRules.of(config, tiers),
-            loss_scale=loss_scale_of(config),
-            autocast=autocast_of(config),
-            units=unit_specs_of(job.model, config, shards),
-            placement=placement_of(job.model, config, shards, groups, device, tiers, kinds, splits),
-            unoptimized=[p for p in job.model.parameters() if p.requires_grad and id(p) not in groups],
-            recomputation=_recomputation(job.model, config),
-            loader=_loader(job, config, batch, ranks),
+            loss_scale=scale,
+            autocast=autocast,
+            units=tensors.units,
+            placement=tensors.placement,
+            unoptimized=[p for p in model.parameters() if p.requires_grad and id(p) not in groups],
+            recomputation=Recomputation.of(model, config.activation_checkpointing),
+            loader=loader_of(job.training_data, batch, ranks.sampler, samplers, job.collate_fn, config),
         )
         for axis in ranks.axes:
-            axis.check(config, plan.engine, trained, names)
+            axis.check(config, settings, trained, names)
         if trained.optimizer is not None and plan.unoptimized:
-            _warn_unoptimized([names[id(param)] for param in plan.unoptimized])
+            logger.warning(
+                "%d trainable parameters are in no param group of the optimizer, so they will not be updated: %s",
+                len(plan.unoptimized),
+                listed([names[id(param)] for param in plan.unoptimized], most=5),
+            )
         return plan
 
     def compare(self) -> None:
@@ -251,11 +274,6 @@ def _words(fact: Any) -> str:
     return f"{fact.name} {fact.shape} {fact.dtype} {role}"
 
 
-def _parameters(model: nn.Module, groups: Mapping[int, int]) -> Iterator[ParameterFacts]:
-    for name, param in named_tensors(model):
-        yield ParameterFacts(name, tuple(param.shape), param.dtype, param.requires_grad, groups.get(id(param)))
-
-
 # -- the parts of a plan
 
 
@@ -290,80 +308,49 @@ def _config(job: JobSpec, ranks: JobRanks) -> Config:
     return ordered_config(config)
 
 
-def _divide(job: JobSpec, ranks: JobRanks) -> tuple[Any, Any]:
-    """Lets each axis reduce the model to this rank's part; returns the optimizer and the remaining params."""
-    optimizer, params = job.optimizer, job.params
-    for index, axis in enumerate(ranks.axes):
-        wrapped = next((fqn for fqn, param in job.model.named_parameters() if is_wrapper(param)), None)
-        if wrapped is not None and axis.divides_parameters:
-            raise UsageError(
-                f"parameter {wrapped}",
-                expected=f"a weight that is a single tensor, because {axis.name} divides the model",
-                got="a quantized weight that consists of several tensors",
-                fix=f"leave {axis.name} at 1, or quantize the base with bitsandbytes",
-            )
-        axis.divide(job.model, ranks.axes[:index])
-        optimizer, params = axis.own_params(optimizer, params)
-    return optimizer, params
+def facts_from_model(model: nn.Module) -> Facts:
+    """Returns the hidden size of a model, and its source.
+
+    The sources, in order: `config.hidden_size`, the largest of `config.hidden_sizes`, the same two of the text model's
+    config (`text_config`, `get_text_config()`), the most common last dimension of the model's 2-D weights. Without any
+    of these the result has no hidden size.
+    """
+    # The model's config comes first. The most common width of its weights is a guess, and its source says so in the
+    # provenance of every value derived from it.
+    for name, config in _configs(model):
+        size, sizes = _read(config, "hidden_size"), _read(config, "hidden_sizes")
+        if _is_size(size):
+            return Facts(hidden_size=Fact(size, f"{name}.hidden_size"))
+        if isinstance(sizes, (list, tuple)) and sizes and all(map(_is_size, sizes)):
+            return Facts(hidden_size=Fact(max(sizes), f"max({name}.hidden_sizes)"))
+    widths = Counter(param.shape[-1] for param in model.parameters() if param.dim() == 2 and param.shape[-1] > 0)
+    if not widths:
+        return Facts()
+    width, count = max(widths.items(), key=lambda item: (item[1], item[0]))
+    why = f"the last dimension of {count} of the model's {widths.total()} 2-D weights, as its config has no hidden size"
+    return Facts(hidden_size=Fact(width, why))
 
 
-def _shard_size(ranks: JobRanks, config: Config) -> int | None:
-    """Returns the size of a shard group if an argument sets it; the config must not contradict it."""
-    if ranks.shard_size is None:
-        return None
-    size, configured = ranks.shard_size.size, config.zero_optimization.mics_shard_size
-    if configured not in (-1, size):
-        raise ConfigError(
-            config.where("zero_optimization.mics_shard_size"),
-            expected=f"{size}, {ranks.shard_size.source}",
-            got=configured,
-            fix=f"remove the key, or {ranks.shard_size.alternative}",
-        )
-    return size
+def _configs(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yields the model's config and that of its text model, each with the expression that leads to it."""
+    config = getattr(model, "config", None)
+    if config is None:
+        return
+    yield "model.config", config
+    nested = _read(config, "text_config")
+    if nested is not None:
+        yield "model.config.text_config", nested
+    find = getattr(config, "get_text_config", None)
+    if callable(find):
+        try:
+            yield "model.config.get_text_config()", find()
+        except ValueError:  # there are several text models, and the config does not say which one to use
+            return
 
 
-def _batch(config: Config, samplers: int, *, training: bool) -> BatchSizes:
-    is_configured = config.train_batch_size or config.train_micro_batch_size_per_gpu
-    if not training and not is_configured:
-        return BatchSizes(train=samplers, micro=1, accumulation=1)
-    return solve_batch(config, samplers)
+def _read(config: Any, name: str) -> Any:
+    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
 
 
-def _warn_unoptimized(fqns: Sequence[str]) -> None:
-    logger.warning(
-        "%d trainable parameters are in no param group of the optimizer, so they will not be updated: %s",
-        len(fqns),
-        listed(fqns, most=5),
-    )
-
-
-def _recomputation(model: nn.Module, config: Config) -> Recomputation | None:
-    section = config.activation_checkpointing
-    return None if section == type(section)() else Recomputation(model, section)
-
-
-def _loader(job: JobSpec, config: Config, batch: BatchSizes, ranks: JobRanks) -> DataLoader[Any] | None:
-    if job.training_data is None:
-        return None
-    loader = build_dataloader(
-        job.training_data,
-        batch.micro,
-        ranks.sampler,
-        ranks.samplers.value,
-        collate_fn=job.collate_fn,
-        drop_last=config.dataloader_drop_last,
-    )
-    items = len(job.training_data) if isinstance(job.training_data, Sized) else batch.train
-    if items < batch.train:
-        epochs = -(-batch.accumulation // len(loader))
-        log_once(logging.WARNING, _few_items(items, batch, ranks.samplers.value, epochs))
-    return loader
-
-
-def _few_items(items: int, batch: BatchSizes, samplers: int, epochs: int) -> str:
-    sizes = f"{batch.micro} per micro-batch, {batch.accumulation} micro-batches per step, {samplers} ranks"
-    effect = f"a step reads {epochs} epochs" if epochs > 1 else "every step has fewer items"
-    return (
-        f"training_data: {items} items, fewer than the {batch.train} of one step ({sizes}): {effect}; lower "
-        "train_micro_batch_size_per_gpu or gradient_accumulation_steps, or use fewer processes"
-    )
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -11,12 +11,13 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.environment import core_set, fair_threads, omp_threads_chosen, usable_cores
 from zeroaccel.comm.mesh_layout import data_groups, shard_size_of
 from zeroaccel.comm.topology import Topology, init_process_group
-from zeroaccel.config import Fact
+from zeroaccel.config import Config, Fact
 from zeroaccel.config.parallel import ParallelConfig, RankGroups, ShardSize, with_config_axes
-from zeroaccel.errors import UsageError
+from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.ops.dispatch import use_threads
 from zeroaccel.setup.axis import Axis
 from zeroaccel.setup.job import JobSpec
+from zeroaccel.zero.tensor_subclasses import is_wrapper
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,40 @@ class JobRanks:
         if self.peer_groups is None:
             return 0
         return next(index for index, ranks in enumerate(self.peer_groups) if self.topology.rank in ranks)
+
+    def divide(self, job: JobSpec) -> tuple[Any, Any]:
+        """Lets each axis reduce the model to this rank's part; returns the optimizer and the remaining params.
+
+        Raises:
+            UsageError: an axis divides the model, which has a weight of several tensors.
+        """
+        optimizer, params = job.optimizer, job.params
+        for index, axis in enumerate(self.axes):
+            wrapped = next((fqn for fqn, param in job.model.named_parameters() if is_wrapper(param)), None)
+            if wrapped is not None and axis.divides_parameters:
+                raise UsageError(
+                    f"parameter {wrapped}",
+                    expected=f"a weight that is a single tensor, because {axis.name} divides the model",
+                    got="a quantized weight that consists of several tensors",
+                    fix=f"leave {axis.name} at 1, or quantize the base with bitsandbytes",
+                )
+            axis.divide(job.model, self.axes[:index])
+            optimizer, params = axis.own_params(optimizer, params)
+        return optimizer, params
+
+    def shard_size_of(self, config: Config) -> int | None:
+        """Returns the size of a shard group if an argument sets it; the config must not contradict it."""
+        if self.shard_size is None:
+            return None
+        size, configured = self.shard_size.size, config.zero_optimization.mics_shard_size
+        if configured not in (-1, size):
+            raise ConfigError(
+                config.where("zero_optimization.mics_shard_size"),
+                expected=f"{size}, {self.shard_size.source}",
+                got=configured,
+                fix=f"remove the key, or {self.shard_size.alternative}",
+            )
+        return size
 
 
 def join_ranks(job: JobSpec, axes: Sequence[type[Axis]], launched: Callable[[], ParallelConfig | None]) -> JobRanks:

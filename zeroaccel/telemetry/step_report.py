@@ -26,7 +26,9 @@ from zeroaccel.config import Config
 from zeroaccel.logs import logger
 from zeroaccel.offload.tier import Tier
 from zeroaccel.telemetry import timeline
+from zeroaccel.telemetry.norm_spikes import SpikeWatch
 from zeroaccel.telemetry.performance import OffloadCounters, PerformanceMeter, PhaseClock, RouterLoad, UpdateTimes
+from zeroaccel.telemetry.throughput import Throughput
 from zeroaccel.telemetry.trackers import Monitors
 
 _BREAKDOWN_STEPS = 10
@@ -101,10 +103,14 @@ class StepFacts:
 
 
 def format_step(
-    facts: StepFacts, samples_per_second: float | None, routed: Mapping[str, float] = MappingProxyType({})
+    facts: StepFacts,
+    samples_per_second: float | None,
+    routed: Mapping[str, float] = MappingProxyType({}),
+    rates: str = "",
 ) -> str:
-    """``step 100 | skipped 2 | lr 1.000e-04 | grad norm 0.5120 | loss scale 65536 | 123.4 samples/s``; for a mixture
-    of experts also ``tokens per expert 32.0, most 57 (1.78x), dropped 0``, counted since the last line.
+    """``step 100 | skipped 2 | lr 1.000e-04 | grad norm 0.5120 | loss scale 65536 | 123.4 samples/s``, then the rates
+    since the last line (`Rates.text`); for a mixture of experts also ``tokens per expert 32.0, most 57 (1.78x),
+    dropped 0``, counted since the last line.
     """
     parts = [f"step {facts.step}", f"skipped {facts.skipped}", f"lr {', '.join(f'{lr:.3e}' for lr in facts.lrs)}"]
     if facts.grad_norm is not None:
@@ -113,6 +119,8 @@ def format_step(
         parts.append(f"loss scale {facts.loss_scale:g}")
     if samples_per_second is not None:
         parts.append(f"{samples_per_second:.1f} samples/s")
+    if rates:
+        parts.append(rates)
     if routed:
         mean, most, ratio, dropped = (routed[f"Router/{key}"] for key in _ROUTED)
         parts.append(f"tokens per expert {mean:.1f}, most {most:.0f} ({ratio:.2f}x), dropped {dropped:.0f}")
@@ -191,6 +199,7 @@ class StepReport:
         memory_breakdown: report the memory after each phase.
         monitors: trackers that receive events at every step, or None.
         is_monitored: True if the config has monitors, on any rank.
+        peak_tflops: TFLOPS of the device for the MFU; None looks the device up.
 
     Attributes:
         monitors: trackers that receive events; None without any, and on ranks that do not report.
@@ -199,6 +208,10 @@ class StepReport:
         performance: measures each step for the monitors; None without monitors.
         loss_listener: called with the loss of each micro-batch, or None.
         step_listener: called at the end of each optimizer step, or None.
+        throughput: counts tokens and FLOPs, or None.
+        spikes: warns about gradient norms that stand out, or None.
+        watches_inputs: True if steps are reported, on any rank.
+        at_step: called at the end of each optimizer step with its number, on every rank, or None.
     """
 
     def __init__(
@@ -211,6 +224,7 @@ class StepReport:
         memory_breakdown: bool = False,
         monitors: Monitors | None = None,
         is_monitored: bool = False,
+        peak_tflops: float | None = None,
     ) -> None:
         reports = rank == 0
         self._device = device or torch.device("cpu")
@@ -233,6 +247,10 @@ class StepReport:
         self._clocks = [clock for clock in clocks if clock is not None]
         self._routers: RouterLoad | None = None
         self._routed: dict[str, float] = {}  # for the last line
+        self.throughput: Throughput | None = None
+        self.spikes: SpikeWatch | None = None
+        self.watches_inputs, self.peak_tflops = self._routed_every is not None, peak_tflops
+        self.at_step: Callable[[int], object] | None = None
         self._losses: list[Tensor] = []
         self._steps = 0  # since the last lines
         self._since: tuple[int, float] | None = None  # samples and time at the last lines, or after the first step
@@ -249,6 +267,7 @@ class StepReport:
             memory_breakdown=config.memory_breakdown,
             monitors=monitors,
             is_monitored=any(section.enabled for section in sections),
+            peak_tflops=config.peak_tflops,
         )
 
     def watch_routers(
@@ -280,10 +299,17 @@ class StepReport:
             if phase in self._traced:
                 timeline.active.add("phase", phase, self._traced.pop(phase))
 
+    def forward(self, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+        """Counts the tokens of a forward that trains."""
+        if self.throughput is not None and torch.is_grad_enabled():
+            self.throughput.count(args, kwargs)
+
     def loss(self, loss: Tensor) -> None:
         """Takes the loss of a micro-batch; copied to the host only at the end of the step, and only for a monitor."""
         if self.monitors is not None:
             self._losses.append(loss.detach())
+        if self.spikes is not None:
+            self.spikes.loss(loss)
         if self.loss_listener is not None:
             self.loss_listener(loss)
 
@@ -292,21 +318,28 @@ class StepReport:
         self._steps += 1
         if self._routers is not None and engine.global_steps % (self._routed_every or 1) == 0:
             self._routed = self._routers.take()
+        is_due = engine.global_steps % self._every == 0
+        rates = self.throughput.take() if self.throughput is not None and is_due else None
         if self.monitors is not None:
             facts = _facts(engine, self._mean_loss())
             measured = (
                 {} if self.performance is None else self.performance.events(facts.samples, memory_now(self._device))
             )
-            values = [(name, value, facts.samples) for name, value in {**measured, **self._routed}.items()]
+            of_ranks = {} if rates is None else rates.events()
+            values = [(name, value, facts.samples) for name, value in {**measured, **of_ranks, **self._routed}.items()]
             self.monitors.write([*step_events(facts), *values])
-        if engine.global_steps % self._every == 0:
-            self._log(engine)
+        if is_due:
+            self._log(engine, "" if rates is None else rates.text())
             self._steps = 0
             if self.monitors is not None:
                 self.monitors.flush()
             self._since = (engine.global_samples, time.perf_counter())
         elif self._since is None:
             self._since = (engine.global_samples, time.perf_counter())
+            if self.throughput is not None:
+                self.throughput.start()
+        if self.at_step is not None:
+            self.at_step(engine.global_steps)
         if self.step_listener is not None:
             self.step_listener()
 
@@ -320,10 +353,10 @@ class StepReport:
             self.monitors.close()
             self.monitors = None
 
-    def _log(self, engine: ReportedEngine) -> None:
+    def _log(self, engine: ReportedEngine, rates: str) -> None:
         if self._step_lines:
             speed = self._samples_per_second(engine.global_samples)
-            _lines.info(format_step(_facts(engine), speed, self._routed))
+            _lines.info(format_step(_facts(engine), speed, self._routed, rates))
         if self._clock is not None:
             milliseconds = {name: seconds * 1e3 / self._steps for name, seconds in self._clock.take().items()}
             _lines.info(format_phases(milliseconds, self._steps))

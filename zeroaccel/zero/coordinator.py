@@ -32,7 +32,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from zeroaccel.comm.collectives import Collectives
-from zeroaccel.zero.param_unit import FetchOutcome, FlatBuffer, ParamUnit, ShardState
+from zeroaccel.zero.param_unit import FetchOutcome, ParamUnit, ShardState
 from zeroaccel.zero.prefetch import PrefetchTrace
 from zeroaccel.zero.wrap_policy import ROOT
 
@@ -97,32 +97,39 @@ class ParamCoordinator:
         collectives: Collectives,
         on_over: Callable[[str], None] = lambda name: None,
     ) -> None:
-        self._ranks = collectives.everyone
-        self._outcome = FetchOutcome()
-        self._in_root = False
-        self.agrees_at_end = True
-        self._on_over = on_over
-        self._ahead: dict[str, set[ForwardUse]] = {unit.name: set() for unit in units}  # not reached by a backward yet
-        self._turns: list[ForwardUse] = []  # those in `_ahead` that a backward may skip, in the order of their ends
         self._units = {unit.name: unit for unit in units}
         self._trace = trace
-        self._running: list[ForwardUse] = []
+        self._on_over = on_over
+
+        # -- forward
+        self._in_root = False
+        self._num_forwards = 0
         self._clock = 0
+        self._running: list[ForwardUse] = []
         self._last_ended: ForwardUse | None = None
-        self._num_forwards = self._num_backwards = 0
+        self._external: dict[str, list[ParamUnit]] = {}  # unit -> other units whose parameters its modules read
+
+        # -- backward
+        self.in_backward = False
+        self._num_backwards = 0
+        self._second_order = 0  # number of the backward that will be differentiated; 0 if there is none
+        self._ahead: dict[str, set[ForwardUse]] = {unit.name: set() for unit in units}  # not reached by a backward yet
+        self._turns: list[ForwardUse] = []  # those in `_ahead` that a backward may skip, in the order of their ends
         self._reached: set[tuple[int, str] | None] = set()  # lists with a block that this backward has reached
         self._pending: dict[str, list[ForwardUse]] = {unit.name: [] for unit in units}  # uses in their backward
+
+        # -- units in memory
         self._live: dict[str, int] = {}  # unsharded or gathering -> elements
-        self._swapping_in: list[str] = []  # units with shards being read from a tier; the next need gathers them
-        self._external: dict[str, list[ParamUnit]] = {}  # unit -> other units whose parameters its modules read
-        self._pinned: set[str] = set()
         self._read_outside: set[str] = set()  # read in this pass by a module of no unit, which may hold views
-        self._second_order = 0  # number of the backward that will be differentiated; 0 if there is none
-        self._recent: list[ParamUnit] = []  # unpinned units that still hold values, and `_loop_next`
-        self._loop_at: ParamUnit | None = None  # the unit that a loop over named parameters has reached
-        self._loop_next: ParamUnit | None = None  # the unit gathered ahead for that loop
-        self.in_backward = False
+        self._pinned: set[str] = set()
+        self._recent: list[ParamUnit] = []  # unpinned units that still have values: the last one and the root's
         self.on_demand: OnDemandUnshard | None = None
+
+        # -- reads from files
+        self.agrees_at_end = True
+        self._ranks = collectives.everyone
+        self._outcome = FetchOutcome()
+        self._swapping_in: list[str] = []  # units with shards being read from a tier; the next need gathers them
 
     @property
     def live_numel(self) -> int:
@@ -376,42 +383,28 @@ class ParamCoordinator:
 
     # -- outside forward and backward
 
-    def pin(self, unit: ParamUnit, wanted: Sequence[tuple[FlatBuffer, int]] | None = None) -> None:
-        """Unshards a unit until `unpin`, through any passes that run meanwhile.
-
-        Args:
-            wanted: the parameters of the unit to unshard, (buffer, index of the slot); None for all.
-        """
+    def pin(self, unit: ParamUnit) -> None:
+        """Unshards a unit until `unpin`, through any passes that run meanwhile."""
         if unit.name in self._units:
             self._pinned.add(unit.name)
-            if wanted is None or self.on_demand is not None:
-                self._unshard(unit, exact=True)
-                unit.wait()
-                return
-            self._drop_recent_but(unit)
-            # Parameters of the root come before, between and after all others, so the next unit is unknown there.
-            if unit.unshard_some(wanted) and unit.name != ROOT and unit is not self._loop_at:
-                self._follow_loop(unit)
-            if unit.state is ShardState.UNSHARDED:
-                self._live[unit.name] = unit.numel
+            self._unshard(unit, exact=True)
+            unit.wait()
 
     def unpin(self, unit: ParamUnit, *, keep_values: bool = False) -> None:
         """Reshards a pinned unit, unless a pass is using it.
 
         Args:
-            keep_values: keep the values, so that pinning this unit again, as the next one, needs no gather.
+            keep_values: keep the values until another unit is pinned or a pass begins, so that a loop over parameters
+                gathers each unit once.
         """
         if unit.name in self._units:
             self._pinned.discard(unit.name)
-            # Ranks on different paths would disagree on who has the values.
-            keep_values = keep_values and self.on_demand is None
-            unit.hide_some(keep_values=keep_values)
             if not (self.is_running(unit) or self._pending[unit.name]):
+                # Ranks on different paths would disagree on who has the values.
+                keep_values = keep_values and self.on_demand is None
                 unit.reshard(keep_views=True, keep_values=keep_values)
                 if keep_values:
-                    self._drop_recent_but(unit)
-                    if unit not in self._recent:
-                        self._recent.append(unit)
+                    self._recent.append(unit)
                 self._live.pop(unit.name, None)
 
     def drop_recent(self) -> None:
@@ -419,25 +412,14 @@ class ParamCoordinator:
         for unit in self._recent:
             unit.drop_values()
         self._recent.clear()
-        self._loop_at = self._loop_next = None
-
-    def _follow_loop(self, unit: ParamUnit) -> None:
-        """Follows a loop over named parameters; if it came to `unit` from the previous unit, gathers the next one."""
-        units = [other for other in self._units.values() if not other.persistent and other.name != ROOT]
-        place = units.index(unit)
-        came_from_before = place > 0 and self._loop_at is units[place - 1]
-        self._loop_at = unit
-        self._loop_next = units[place + 1] if came_from_before and place + 1 < len(units) else None
-        if self._loop_next is not None and self._loop_next.unshard_ahead():
-            self._recent.append(self._loop_next)
 
     def _drop_recent_but(self, unit: ParamUnit) -> None:
         # A loop over named parameters meets those of the root before, between and after all others.
-        goes_on = unit is self._loop_at or unit.name == ROOT
-        wanted = [unit, self._loop_next] if goes_on else [unit]
-        for other in [other for other in self._recent if other not in wanted and other.name != ROOT]:
-            other.drop_values()
-            self._recent.remove(other)
+        others = [other for other in self._recent if other is not unit]
+        self._recent = [other for other in others if other.name == ROOT]
+        for other in others:
+            if other.name != ROOT:
+                other.drop_values()
 
     def unshard_for_submodule(self, unit: ParamUnit) -> None:
         """Unshards a unit until the end of the pass or step, for a call of a module inside it that bypasses it."""

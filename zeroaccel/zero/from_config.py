@@ -1,15 +1,12 @@
-"""Derives settings of the engine, units, placement, "auto" facts and checks from a config.
+"""Derives settings of the engine, rules for a model's tensors, and checks from a config.
 
-Pure functions of a model and its `Config`; they allocate nothing. Both set-up and the memory estimate call them, so
-the two cannot differ. `facts_from_model` goes in the other direction: it finds the hidden size, from which bucket sizes
-that are "auto" follow. `check_training` serves `zeroaccel config validate`: it builds the optimizer and the schedule
-that the config names over a few numbers, with the calls of `initialize`.
+Pure functions of a model and its `Config`; they allocate nothing. `check_training` serves `zeroaccel config validate`:
+it builds the optimizer and the schedule that the config names over a few numbers, with the calls of `initialize`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zeroaccel.config import BatchSizes, Config, Fact, Facts, ShardPlan, TierPlan, overlaps_communication
+from zeroaccel.config import BatchSizes, Config, ShardPlan, TierPlan
 from zeroaccel.config.shard_plan import UpdateTime
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.optim.lr_schedules import build_scheduler
@@ -27,7 +24,6 @@ from zeroaccel.optim.optimizer_kinds import OptimizerKind
 from zeroaccel.zero.build_units import Placement
 from zeroaccel.zero.grad_reducer import ReduceRules
 from zeroaccel.zero.layout import Split
-from zeroaccel.zero.module_names import plain_names
 from zeroaccel.zero.precision import (
     BufferDtypes,
     DynamicLossScale,
@@ -121,31 +117,82 @@ def autocast_of(settings: Config) -> torch.dtype | None:
     return DTYPES[settings.torch_autocast.dtype] if settings.torch_autocast.enabled else None
 
 
-def unit_specs_of(model: nn.Module, settings: Config, plan: ShardPlan) -> list[UnitSpec]:
-    """Groups the parameters into units, which share their collectives."""
-    zero = settings.zero_optimization
+@dataclass(frozen=True)
+class ModelRules:
+    """The config's rules for the tensors of a model.
+
+    Attributes:
+        buffer_dtypes: name -> dtype of the floating-point buffers.
+        units: the parameters by unit; a unit shares its collectives.
+        placement: dtype, device and sharding in which parameters are stored.
+    """
+
+    buffer_dtypes: Mapping[str, torch.dtype]
+    units: Sequence[UnitSpec]
+    placement: Placement
+
+
+def model_rules_of(
+    model: nn.Module,
+    plain: Callable[[str], str],
+    settings: Config,
+    plan: ShardPlan,
+    residences: TierPlan,
+    device: torch.device,
+    groups: Mapping[int, int],
+    kinds: Sequence[OptimizerKind],
+    splits: Mapping[int, Split],
+) -> ModelRules:
+    """Decides how the tensors of a model are grouped and stored; call it before parameters are cast.
+
+    Args:
+        plain: result of `plain_names` for the model.
+        groups: id of a trained parameter -> index of its param group.
+        kinds: kind of optimizer per param group; empty without an optimizer.
+        splits: id of a parameter -> its split by tensor parallelism.
+
+    Raises:
+        UsageError: the config asks for codes, but the model has no frozen matrix that can be quantized.
+    """
+    zero, precision, autocast = settings.zero_optimization, DTYPES[settings.precision], autocast_of(settings)
+    # The quantized format of frozen weights; "" if they keep their dtype.
+    codes = zero.frozen_weights or ("int8" if plan.params and zero.zero_quantized_nontrainable_weights else "")
+    in_fp32 = settings.data_types.keep_in_fp32_modules
+    fp32 = kept_in_fp32(model, in_fp32, precision, plain)
+    buffer_dtypes = BufferDtypes(precision, dtype_of(settings.data_types.buffer_dtype), frozenset(fp32)).of(model)
+    dtype, fp32_params = precision, fp32 if autocast is None else kept_in_fp32(model, in_fp32, autocast, plain)
+    if autocast is not None and settings.precision == "fp32":
+        dtype = autocast
+        where = settings.where("torch_autocast.lower_precision_safe_modules")
+        fp32_params |= not_autocast(model, settings.torch_autocast.lower_precision_safe_modules, where, plain)
     leaf = zero.leaf_module
-    rules = LeafRules(
-        tuple(leaf.classes), tuple(leaf.names), tuple(leaf.name_suffixes), zero.module_granularity_threshold
-    )
-    return group_parameters(
+    units = group_parameters(
         model,
-        rules=rules,
+        rules=LeafRules(
+            tuple(leaf.classes), tuple(leaf.names), tuple(leaf.name_suffixes), zero.module_granularity_threshold
+        ),
         # Without sharded parameters every unit is persistent; a unit of small ones would only add a collective.
         persistence_threshold=zero.param_persistence_threshold if plan.params else 0,
         model_persistence_threshold=zero.model_persistence_threshold,
-        coded=_coded(model, settings, plan),
+        coded=_coded(model, settings, fp32, plain) if codes else frozenset(),
+        plain=plain,
     )
+    placement = Placement(
+        dtype,
+        frozenset(fp32_params),
+        device,
+        plan,
+        groups,
+        residences.param != "device",
+        codes,
+        frozenset(index for index, kind in enumerate(kinds) if kind is OptimizerKind.PER_TENSOR),
+        OptimizerKind.COUPLED in kinds,
+        splits,
+    )
+    return ModelRules(buffer_dtypes, units, placement)
 
 
-def code_format_of(settings: Config, plan: ShardPlan) -> str:
-    """Returns the quantized format of frozen weights; "" if they keep their dtype."""
-    zero = settings.zero_optimization
-    as_int8 = plan.params and zero.zero_quantized_nontrainable_weights
-    return zero.frozen_weights or ("int8" if as_int8 else "")
-
-
-def _coded(model: nn.Module, settings: Config, plan: ShardPlan) -> frozenset[int]:
+def _coded(model: nn.Module, settings: Config, fp32: Container[str], plain: Callable[[str], str]) -> frozenset[int]:
     """Returns id() of the parameters that are stored as codes: frozen, with two dimensions or more.
 
     Excludes embeddings (unless DeepSpeed's key asks for codes), parameters that stay in fp32, and a library's codes.
@@ -153,12 +200,8 @@ def _coded(model: nn.Module, settings: Config, plan: ShardPlan) -> frozenset[int
     Raises:
         UsageError: the config asks for codes, but the model has no frozen matrix that can be quantized.
     """
-    if not code_format_of(settings, plan):
-        return frozenset()
     explicit = settings.zero_optimization.frozen_weights is not None
-    fp32 = kept_in_fp32(model, settings.data_types.keep_in_fp32_modules, DTYPES[settings.precision])
     rows = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters() if explicit}
-    plain = plain_names(model)
     matrices = {
         fqn: param
         for fqn, param in ((plain(name), param) for name, param in model.named_parameters())
@@ -183,51 +226,6 @@ def _coded(model: nn.Module, settings: Config, plan: ShardPlan) -> frozenset[int
     return coded
 
 
-def placement_of(
-    model: nn.Module,
-    settings: Config,
-    plan: ShardPlan,
-    groups: Mapping[int, int],
-    device: torch.device,
-    residences: TierPlan,
-    kinds: Sequence[OptimizerKind],
-    splits: Mapping[int, Split],
-) -> Placement:
-    """Decides the dtype, device and sharding in which parameters are stored.
-
-    Args:
-        groups: id of a trained parameter -> index of its param group.
-        kinds: kind of optimizer per param group; empty without an optimizer.
-        splits: id of a parameter -> its split by tensor parallelism.
-    """
-    dtype, autocast = DTYPES[settings.precision], autocast_of(settings)
-    fp32 = kept_in_fp32(model, settings.data_types.keep_in_fp32_modules, autocast or dtype)
-    if autocast is not None and settings.precision == "fp32":
-        dtype = autocast
-        where = settings.where("torch_autocast.lower_precision_safe_modules")
-        fp32 |= not_autocast(model, settings.torch_autocast.lower_precision_safe_modules, where)
-    offloads_params = residences.param != "device"
-    return Placement(
-        dtype,
-        frozenset(fp32),
-        device,
-        plan,
-        groups,
-        offloads_params,
-        code_format_of(settings, plan),
-        frozenset(index for index, kind in enumerate(kinds) if kind is OptimizerKind.PER_TENSOR),
-        OptimizerKind.COUPLED in kinds,
-        splits,
-    )
-
-
-def buffer_dtypes_of(model: nn.Module, settings: Config) -> dict[str, torch.dtype]:
-    """Returns name -> dtype of the model's floating-point buffers; call it before parameters are cast."""
-    precision = DTYPES[settings.precision]
-    fp32 = frozenset(kept_in_fp32(model, settings.data_types.keep_in_fp32_modules, precision))
-    return BufferDtypes(precision, dtype_of(settings.data_types.buffer_dtype), fp32).of(model)
-
-
 def engine_settings_of(
     settings: Config,
     plan: ShardPlan,
@@ -237,6 +235,7 @@ def engine_settings_of(
     loop: LoopRules,
     *,
     has_streams: bool,
+    overlaps: bool,
 ) -> EngineSettings:
     """Returns the engine's part of the config.
 
@@ -244,6 +243,7 @@ def engine_settings_of(
         world_size: number of ranks whose gradients are averaged.
         data_parallel_size: number of these ranks that see different samples.
         has_streams: the device has streams.
+        overlaps: reductions overlap with backward.
     """
     zero = settings.zero_optimization
     # The mean is a division by W, split in two: before the sum, so that fp16 sums do not overflow, and after it, so
@@ -280,7 +280,7 @@ def engine_settings_of(
             predivide=predivide,
             postscale=predivide / world_size if mean else predivide,
             bucket_numel=zero.reduce_bucket_size,
-            overlap=overlaps_communication(settings, has_streams=has_streams),
+            overlap=overlaps,
         ),
         loop=loop,
     )
@@ -310,54 +310,6 @@ def loss_scale_of(settings: Config) -> LossScale:
         consecutive_hysteresis=fp16.consecutive_hysteresis,
         minimum=fp16.min_loss_scale,
     )
-
-
-def facts_from_model(model: nn.Module) -> Facts:
-    """Returns the hidden size of a model, and its source.
-
-    The sources, in order: `config.hidden_size`, the largest of `config.hidden_sizes`, the same two of the text model's
-    config (`text_config`, `get_text_config()`), the most common last dimension of the model's 2-D weights. Without any
-    of these the result has no hidden size.
-    """
-    # The model's config comes first. The most common width of its weights is a guess, and its source says so in the
-    # provenance of every value derived from it.
-    for name, config in _configs(model):
-        size, sizes = _read(config, "hidden_size"), _read(config, "hidden_sizes")
-        if _is_size(size):
-            return Facts(hidden_size=Fact(size, f"{name}.hidden_size"))
-        if isinstance(sizes, (list, tuple)) and sizes and all(map(_is_size, sizes)):
-            return Facts(hidden_size=Fact(max(sizes), f"max({name}.hidden_sizes)"))
-    widths = Counter(param.shape[-1] for param in model.parameters() if param.dim() == 2 and param.shape[-1] > 0)
-    if not widths:
-        return Facts()
-    width, count = max(widths.items(), key=lambda item: (item[1], item[0]))
-    why = f"the last dimension of {count} of the model's {widths.total()} 2-D weights, as its config has no hidden size"
-    return Facts(hidden_size=Fact(width, why))
-
-
-def _configs(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yields the model's config and that of its text model, each with the expression that leads to it."""
-    config = getattr(model, "config", None)
-    if config is None:
-        return
-    yield "model.config", config
-    nested = _read(config, "text_config")
-    if nested is not None:
-        yield "model.config.text_config", nested
-    find = getattr(config, "get_text_config", None)
-    if callable(find):
-        try:
-            yield "model.config.get_text_config()", find()
-        except ValueError:  # there are several text models, and the config does not say which one to use
-            return
-
-
-def _read(config: Any, name: str) -> Any:
-    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 # Values for required arguments that are "auto" until the whole job is known.

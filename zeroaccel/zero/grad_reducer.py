@@ -216,6 +216,7 @@ class GradReducer:
 
     Attributes:
         changes: how often a program has changed reduced gradients.
+        unreached: ids of the parameters without a gradient so far, for `UntrainedWatch`, which empties the set.
         facts: result of the `join` that `end` called, in host memory; None without it, or if gradients have changed.
     """
 
@@ -239,6 +240,7 @@ class GradReducer:
             for gradients in self.gradients
             for index, param in enumerate(gradients.buffer.params)
         }
+        self.unreached = set(self._slot_of)
         self._late: list[tuple[nn.Parameter, Tensor]] = []  # gradients that arrived after the reduction of their buffer
         self._inflight: deque[_InflightReduce] = deque()
         self._inflight_numel = 0
@@ -308,6 +310,8 @@ class GradReducer:
         if type(grad) is not Tensor:
             grad = local_grad(param, grad)
         gradients, index = self._slot_of[id(param)]
+        if self.unreached:
+            self.unreached.discard(id(param))
         if gradients.launched:
             # Autograd accumulated it a second time: two re-entrant checkpoints that recompute the same block each run
             # their own AccumulateGrad. The reduction cannot be stopped; `end` starts a second one for the late rest.

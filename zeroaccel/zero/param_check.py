@@ -5,24 +5,30 @@ checks before it computes, so that such a change is an error with the parameter'
 
 There are two detectors of writes: `ParamIntegrityCheck` compares torch's version counters at every step, which costs a
 comparison per parameter and misses writes through `param.data`; `WriteDetector`, for `GatheredParameters` only, hashes
-the bytes.
+the bytes. `UntrainedWatch` finds parameters that no backward reaches.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from zeroaccel.errors import EngineStateError
+from zeroaccel.comm.collectives import Collectives
+from zeroaccel.errors import EngineStateError, listed
+from zeroaccel.logs import logger
 from zeroaccel.ops.device_values import read_values
 from zeroaccel.zero.layout import ALIGN_NUMEL, round_up
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
 from zeroaccel.zero.tensor_subclasses import local
 
+_WATCHED_STEPS = 10
+"""Steps after which the ranks compare which parameters had a gradient."""
+
+_MIB = 2**20
 _WORDS = 1 << 15  # int64 words hashed at a time, besides as many weights: they fit a core's cache
 _DEVICE_WORDS = 1 << 23  # the same on an accelerator, where every kernel needs a launch
 
@@ -70,6 +76,10 @@ class WriteDetector:
             for place, differs in zip(places, read_values(torch.cat(before) != torch.cat(after)), strict=True):
                 answers[place] = differs
         return answers
+
+    def observes(self, buffer: FlatBuffer, index: int) -> bool:
+        """Returns True if a reader or a writer of the parameter is registered."""
+        return (id(buffer), index) in self._observed
 
     def refresh(self, buffer: FlatBuffer, index: int) -> None:
         """Takes a new fingerprint, after a permitted change."""
@@ -306,3 +316,45 @@ def _structure(model: nn.Module) -> list[tuple[nn.Module, dict[str, nn.Module | 
 
 def _ids(module: nn.Module) -> list[int]:
     return list(map(id, module._parameters.values()))
+
+
+class UntrainedWatch:
+    """Compares the ranks after the first steps of an engine, and warns about parameters that no rank has trained.
+
+    They cost memory for gradients, masters and optimizer states, and weight decay still shrinks them. Typical causes
+    are a tower or a head that the loss does not use, and a base model that should have been frozen.
+
+    Args:
+        unreached: ids of the parameters that no backward has reached yet; emptied after the comparison.
+    """
+
+    def __init__(self, units: Iterable[ParamUnit], collectives: Collectives, unreached: set[int]) -> None:
+        self._units, self._collectives, self._unreached = tuple(units), collectives, unreached
+
+    def step(self, step: int) -> None:
+        """Called after each optimizer step with its number, from 1; only one of them does anything. (all ranks)"""
+        if step != _WATCHED_STEPS:
+            return
+        here = {
+            slot.fqn: slot.whole_numel * buffer.dtype.itemsize
+            for unit in self._units
+            for buffer in unit.buffers
+            for param, slot in zip(buffer.params, buffer.layout.slots, strict=True)
+            if id(param) in self._unreached
+        }
+        self._unreached.clear()
+        others = self._collectives.gather_objects(set(here), "parameters without a gradient")
+        missing = {name: here[name] for name in here if all(name in other for other in others)}
+        if missing and self._collectives.rank == 0:
+            logger.warning("%s", self._text(missing))
+
+    def _text(self, missing: dict[str, int]) -> str:
+        modules = dict.fromkeys(name.rpartition(".")[0] for name in missing)
+        names = listed(list(missing if len(missing) <= 3 else modules), most=5)
+        count = f"{len(missing)} trainable parameter{'s' if len(missing) > 1 else ''}"
+        size = f"{sum(missing.values()) / _MIB:.3g} MiB of weights"
+        return (
+            f"step {_WATCHED_STEPS}: {count} never had a gradient on any rank: {names}; {size}, with gradients, "
+            "masters and optimizer states that train nothing. Call requires_grad_(False) on them before prepare() or "
+            "initialize(), or use their outputs in the loss"
+        )

@@ -12,7 +12,7 @@ backward.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -70,9 +70,6 @@ class FlatBuffer:
             False while models are built, because constructors may use parameters again.
         on_read: called when the values of a sharded parameter are read; unshards them during a pass.
         versions: torch's counters of in-place writes to the parameters, up to the accepted writes.
-        all_slots: indices of all slots.
-        valid: while sharded: indices of slots whose current values are in `full`.
-        shown: indices of the valid slots whose parameters are still views of `full`.
         changed: marks changed elements of the shard; None while the engine does not mark.
     """
 
@@ -86,9 +83,6 @@ class FlatBuffer:
         self.watches_uses = watches_uses
         self.on_read: Callable[[], None] | None = None
         self.versions = [param._version for param in self.params]
-        self.all_slots = set(range(len(layout.slots)))
-        self.valid: set[int] = set()
-        self.shown: set[int] = set()
         self.changed: ChangedBits | None = None
         # One element, expanded to every shape: a sharded parameter has the correct shape and dtype, without memory.
         absent = torch.full((), absent_value(self.dtype), dtype=self.dtype)
@@ -152,14 +146,11 @@ class FlatBuffer:
         self.point(unsharded=True)
 
     def point(self, *, unsharded: bool) -> None:
-        """Points every parameter at its view of the full buffer, or at NaN, except the shown ones."""
+        """Points every parameter at its view of the full buffer, or at NaN."""
         if unsharded:
             show(self.params, self._views, None)
-            return
-        show(self.params, self._absent, self._uses if self.watches_uses else None)
-        shown = sorted(self.shown)
-        if shown:
-            show([self.params[index] for index in shown], [self._views[index] for index in shown], None)
+        else:
+            show(self.params, self._absent, self._uses if self.watches_uses else None)
 
     def watch(self, owner: BuiltOwner, names: Sequence[str]) -> None:
         """Makes reads of the sharded parameters, which no engine has yet, uses of `owner`.
@@ -179,30 +170,16 @@ class FlatBuffer:
         if self.on_read is not None:
             self.on_read()
 
-    def all_gather(self, collectives: Collectives, label: str, *, exact: bool) -> Work:
-        """Starts to gather `full` from the swapped-in shard, or from the secondary copy if values may be rounded."""
+    def prepare_gather(self, collectives: Collectives, label: str, *, exact: bool) -> Callable[[], Work]:
+        """Returns the call that starts to gather `full` from the swapped-in shard, or from the secondary copy.
+
+        Args:
+            exact: False for weights that may be rounded, and may come from the secondary copy.
+        """
         collectives = self.holders(collectives)
         if self.shard.secondary.is_valid and not exact:
-            return self.shard.gather_secondary(self.full, collectives, label)
-        return self.shard.all_gather(self.full, collectives, label, exact=exact or self.is_code)
-
-    def missing(self, wanted: Iterable[int]) -> list[FlatRange]:
-        """Returns the ranges of slots whose values are not in `full`; joins adjacent ones, including their padding."""
-        runs: list[FlatRange] = []
-        last = -2
-        for index in sorted(set(wanted) - self.valid):
-            slot = self.layout.slots[index].range
-            if index == last + 1:
-                runs[-1] = FlatRange(runs[-1].start, slot.end)
-            else:
-                runs.append(slot)
-            last = index
-        return runs
-
-    def all_gather_part(self, part: FlatRange, collectives: Collectives, label: str) -> Work:
-        """Starts to gather the elements of `part` into `full`, which already has this rank's elements."""
-        numels = [(part & self.layout.shard(rank)).numel for rank in range(self.layout.world_size)]
-        return self.shard.all_gather_part(part, self.full, self.holders(collectives), label, numels)
+            return self.shard.prepare_secondary_gather(self.full, collectives, label)
+        return self.shard.prepare_gather(self.full, collectives, label, exact=exact or self.is_code)
 
     def allocate(self) -> None:
         """Allocates the full buffer's storage (again)."""
@@ -343,8 +320,7 @@ class ParamUnit:
 
     Lifecycle (all ranks, in the same order): 1. `unshard()` starts the all-gather, 2. `wait()` before the first use,
     3. `reshard()` after the last. Each does nothing if it is not needed; an illegal call raises ShardStateError.
-    In a sharded unit, `unshard_some()` gathers some parameters and shows them until `hide_some()`, even while others
-    are gathered.
+    A sharded unit may keep the values of its last gather for the next one, until `drop_values()`.
 
     Args:
         sharded: the full buffers have no values, so the unit starts sharded.
@@ -367,7 +343,8 @@ class ParamUnit:
         self.numel = sum(buffer.layout.numel for buffer in buffers)
         self._collectives = collectives
         self._works: list[Work] = []
-        self._exact = True
+        self._exact = True  # the gathered values are those of the shards, and not rounded
+        self._keeps_values = False  # a sharded unit whose full buffers have the exact values
         self._state = ShardState.UNSHARDED
         if sharded:
             self.reshard()
@@ -385,13 +362,6 @@ class ParamUnit:
         """True if each gather swaps a shard in first; see `ShardStorage`."""
         for buffer in self.buffers:  # noqa: SIM110  # a generator costs calls, and each step asks several times
             if buffer.shard.is_swapped:
-                return True
-        return False
-
-    @property
-    def _shows_some(self) -> bool:
-        for buffer in self._gathered:  # noqa: SIM110  # as above
-            if buffer.shown:
                 return True
         return False
 
@@ -429,19 +399,15 @@ class ParamUnit:
         Raises:
             OffloadError: a rank cannot read its shard back; on every rank. With `outcome`, `agree` raises it instead.
         """
-        if not exact and not self._shows_some:
+        if not exact:
             self.drop_values()
-        else:  # a program may have written the parameters that are shown, so gather the others exactly
-            exact = True
-        if exact and not self._exact:
+        elif not self._exact:
             self.reshard()
         if self._state is not ShardState.SHARDED:
             return
-        if any(buffer.valid for buffer in self._gathered):
-            self._exact = True
-            works = self._gather_missing(f"unshard the rest of {self.name}", every=True)
+        if self._keeps_values:
+            self._keeps_values = False
             self._move(ShardState.SHARDED, ShardState.GATHERING)
-            self._works += works
             return
         # Every use until the next step reads a persistent unit, so it must only contain exact values.
         self._exact = exact or self.persistent
@@ -456,131 +422,28 @@ class ParamUnit:
                     continue  # frozen and unsharded everywhere: it never changes
                 # Resized in place, so that the views that parameters and autograd have of the storage stay valid.
                 buffer.allocate()
-                self._works.append(buffer.all_gather(self._collectives, label, exact=self._exact))
-
-    def unshard_some(self, wanted: Sequence[tuple[FlatBuffer, int]]) -> bool:
-        """Gathers some parameters, (buffer, index of the slot), and shows them until `hide_some`. (all ranks)
-
-        If `hide_some` has kept values of others, a loop goes through the unit: then this gathers all missing values.
-
-        Returns:
-            True if a loop goes through the unit.
-
-        Raises:
-            OffloadError: as `unshard`.
-        """
-        # Only `unshard` updates a buffer that no other rank has.
-        refreshes = any(buffer.persistent and buffer.trainable for buffer in self.buffers)
-        slots = sum(len(buffer.layout.slots) for buffer in self._gathered)
-        if self._state is not ShardState.SHARDED or refreshes or len(wanted) == slots:
-            self.unshard()
-            self.wait()
-            return False
-        self._finish_gathers()
-        in_loop = any(buffer.valid - buffer.shown for buffer in self._gathered)
-        is_missing = any(not buffer.persistent and index not in buffer.valid for buffer, index in wanted)
-        before = [set(buffer.shown) for buffer in self._gathered]
-        for buffer, index in wanted:
-            if not buffer.persistent:
-                buffer.shown.add(index)
-        try:
-            names = [buffer.layout.slots[index].fqn for buffer, index in wanted]
-            some = names[0] if len(names) == 1 else f"{len(names)} of {self.name}"
-            label = f"unshard the rest of {self.name}" if in_loop else f"unshard {some}"
-            for work in self._gather_missing(label, every=in_loop and is_missing):
-                work.wait()
-        except BaseException:
-            for buffer, shown in zip(self._gathered, before, strict=True):
-                buffer.shown = shown
-            raise
-        for buffer in self._gathered:
-            buffer.point(unsharded=False)
-        return in_loop
-
-    def unshard_ahead(self) -> bool:
-        """Starts to gather the values that `unshard_some` will show, for a loop that comes here next. (all ranks)
-
-        Returns:
-            False, without a gather, if a tier has the shards or some values are here. `drop_values` frees them.
-        """
-        is_here = self._state is not ShardState.SHARDED or any(buffer.valid for buffer in self._gathered)
-        if is_here or self.is_swapped:
-            return False
-        for buffer in self._gathered:
-            buffer.allocate()
-            self._works.append(buffer.all_gather(self._collectives, f"unshard {self.name} ahead", exact=True))
-            buffer.valid = buffer.all_slots.copy()
-        return True
-
-    def _finish_gathers(self) -> None:
-        for work in self._works:
-            work.wait()
-        self._works.clear()
-
-    def _gather_missing(self, label: str, *, every: bool) -> list[Work]:
-        """Starts to gather values that `full` lacks, of all parameters or of the shown ones. (all ranks)"""
-        runs: list[tuple[FlatBuffer, FlatRange]] = []
-        for buffer in self._gathered:
-            own = buffer.missing(buffer.all_slots if every else buffer.shown)
-            if own:
-                buffer.allocate()
-            runs += [(buffer, run) for run in own]
-
-        def read() -> None:
-            for buffer, run in runs:
-                buffer.shard.copy_own(run, buffer.full)
-
-        if self.is_swapped and runs:
-            self._read_agreed(read, label)
-        else:
-            read()
-        for buffer in self._gathered:
-            buffer.valid |= buffer.all_slots if every else buffer.shown
-        return [buffer.all_gather_part(run, self._collectives, label) for buffer, run in runs]
-
-    def hide_some(self, *, keep_values: bool = False) -> None:
-        """Undoes `unshard_some`; the program's views of the values stay valid.
-
-        Args:
-            keep_values: as for `reshard`.
-        """
-        if self._shows_some:
-            for buffer in self._gathered:
-                buffer.shown.clear()
-            if self._state is ShardState.SHARDED:
-                self._cover(keep_views=True, keep_values=keep_values)
+                start_gather = buffer.prepare_gather(self._collectives, label, exact=self._exact)
+                self._works.append(start_gather())
 
     def _swap_in(self, label: str, outcome: FetchOutcome | None) -> None:
         """Brings all shards into memory, or notes the error in `outcome`. (all ranks)"""
-
-        def read() -> None:
-            for buffer in self.buffers:
-                buffer.shard.swap_in()
-
         self.prefetch()  # of all buffers, before waiting for the first
-        if outcome is None:
-            self._read_agreed(read, label)
-            return
         error: OffloadError | None = None
         for buffer in self.buffers:
             try:
                 buffer.shard.swap_in()
-            except OffloadError as raised:  # gather anyway, because the other ranks participate
+            except OffloadError as raised:
                 error = error or raised
-                buffer.shard.stage_absent()
-        outcome.note(error)
-
-    def _read_agreed(self, read: Callable[[], None], label: str) -> None:
-        """Reads from tiers; the ranks agree on success before any starts the gather. (all ranks)"""
-        outcome = FetchOutcome()
-        try:
-            read()
-            outcome.note(None)
-        except OffloadError as raised:
-            outcome.note(raised)
+                if outcome is not None:  # gather anyway, because the other ranks participate
+                    buffer.shard.stage_absent()
+        if outcome is not None:
+            outcome.note(error)
+            return
         # A disk fails on one rank. Without this small all-reduce the others would hang in a gather it never joins.
+        now = FetchOutcome()
+        now.note(error)
         try:
-            outcome.agree(self._collectives.everyone, label)
+            now.agree(self._collectives.everyone, label)
         except OffloadError:
             self._release()
             raise
@@ -599,7 +462,9 @@ class ParamUnit:
                 f"unit {self.name}", expected="a gather in flight", got=self._state.value, fix="call unshard() first"
             )
         with named_range("wait for unshard", self.name):
-            self._finish_gathers()
+            for work in self._works:
+                work.wait()
+            self._works.clear()
         self._release()
         for buffer in self._gathered:
             buffer.point(unsharded=True)
@@ -612,7 +477,6 @@ class ParamUnit:
             keep_views: the program may hold views of the full parameters: keep their storage as long as the views live.
             keep_values: keep the values until `drop_values`, so that the next `unshard` gathers nothing. (all ranks)
         """
-        # Values that `unshard_some` shows stay.
         if self._state is ShardState.SHARDED:
             self._release()  # after a prefetch without a gather
             return
@@ -623,35 +487,22 @@ class ParamUnit:
                 if not self._exact:
                     # Only for values to compute with: backward then reads the same values that forward read.
                     buffer.shard.keep_secondary(buffer.full, self._collectives)
-                buffer.valid = buffer.all_slots.copy()
-            self._cover(keep_views=keep_views, keep_values=keep_values)
-        self._exact = True
-
-    def _cover(self, *, keep_views: bool, keep_values: bool) -> None:
-        """Points parameters at NaN, except the shown ones, and frees values that are not kept."""
-        for buffer in self._gathered:
-            buffer.point(unsharded=False)
-            if keep_values:
-                if buffer.valid:  # otherwise it has no memory, and no views
+                buffer.point(unsharded=False)
+                if keep_values:
                     buffer.let_go_of_views()
-                continue
-            buffer.valid = set(buffer.shown)
-            if not buffer.shown:
-                if keep_views:
+                elif keep_views:
                     buffer.replace_storage()
                 else:
                     buffer.free()
+        self._keeps_values = keep_values
+        self._exact = True
 
     def drop_values(self) -> None:
-        """Frees values that `reshard(keep_values=True)` kept or `unshard_ahead` gathered, if there are any."""
-        if self._state is not ShardState.SHARDED:
-            return
-        self._finish_gathers()
-        for buffer in self._gathered:
-            if buffer.valid != buffer.shown:
-                buffer.valid = set(buffer.shown)
-                if not buffer.shown:
-                    buffer.free()
+        """Frees the values that `reshard(keep_values=True)` kept, if there are any."""
+        if self._keeps_values:
+            self._keeps_values = False
+            for buffer in self._gathered:
+                buffer.free()
 
     def drop_copies(self) -> None:
         """Drops the copies of the old weights, when the weights change."""

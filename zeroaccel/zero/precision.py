@@ -17,7 +17,7 @@ import logging
 import re
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -138,13 +138,16 @@ class DynamicLossScale(LossScale):
         }
 
 
-def kept_in_fp32(model: nn.Module, setting: str | Iterable[str] | None, dtype: torch.dtype) -> set[str]:
+def kept_in_fp32(
+    model: nn.Module, setting: str | Iterable[str] | None, dtype: torch.dtype, plain: Callable[[str], str]
+) -> set[str]:
     """Returns the names of parameters and buffers that stay fp32 in any training dtype.
 
     Args:
         setting: parts of module names; "auto" takes the model's own `_keep_in_fp32_modules` and
             `_keep_in_fp32_modules_strict`.
         dtype: training dtype of the others.
+        plain: result of `plain_names` for the model.
     """
     if setting == "auto":
         # transformers lists them per model class. Modules that overflow in fp16, such as T5's `wo`, are in the first
@@ -155,7 +158,6 @@ def kept_in_fp32(model: nn.Module, setting: str | Iterable[str] | None, dtype: t
         parts = {setting} if isinstance(setting, str) else set(setting or ())
     if not parts:
         return set()
-    plain = plain_names(model)
     names = [plain(name) for name, _ in [*model.named_parameters(), *model.named_buffers()]]
     return {name for name in names if any(f".{part}." in f".{name}." for part in parts)}
 
@@ -163,7 +165,7 @@ def kept_in_fp32(model: nn.Module, setting: str | Iterable[str] | None, dtype: t
 _AUTOCAST_MODULES = ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d")
 
 
-def not_autocast(model: nn.Module, setting: Iterable[str] | None, where: str) -> set[str]:
+def not_autocast(model: nn.Module, setting: Iterable[str] | None, where: str, plain: Callable[[str], str]) -> set[str]:
     """Returns the names of parameters that stay fp32 under autocast: those of modules of other classes than given.
 
     The others are stored in autocast's dtype, which has the bits of a cast of their fp32 masters at each use, and saves
@@ -172,6 +174,7 @@ def not_autocast(model: nn.Module, setting: Iterable[str] | None, where: str) ->
     Args:
         setting: full names of module classes; None for DeepSpeed's default.
         where: the setting's address, for errors.
+        plain: result of `plain_names` for the model.
 
     Raises:
         ConfigError: a name is not that of a module class.
@@ -180,7 +183,6 @@ def not_autocast(model: nn.Module, setting: Iterable[str] | None, where: str) ->
     # By identity: a weight that modules share is cast only if all of them compute with it in that dtype.
     others = (module for module in model.modules() if type(module) not in classes)
     fp32 = {id(param) for module in others for param in module.parameters(recurse=False)}
-    plain = plain_names(model)
     return {plain(name) for name, param in model.named_parameters() if id(param) in fp32}
 
 

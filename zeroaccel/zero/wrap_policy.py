@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
 
 from zeroaccel.errors import ConfigError
 from zeroaccel.zero.compiled import compiled_within
-from zeroaccel.zero.module_names import plain_names
+from zeroaccel.zero.module_names import plain_name
 from zeroaccel.zero.tensor_subclasses import tensors_of
 
 LARGE_LEAF_NUMEL = 1 << 16
@@ -90,6 +90,7 @@ def group_parameters(
     persistence_threshold: int = 0,
     model_persistence_threshold: int | None = None,
     coded: Container[int] = (),
+    plain: Callable[[str], str] = plain_name,
 ) -> list[UnitSpec]:
     """Cuts `model` into units; every parameter is in exactly one, tied ones once.
 
@@ -98,6 +99,7 @@ def group_parameters(
             once per step and never resharded. 0 disables it.
         model_persistence_threshold: upper bound on the elements of that unit.
         coded: id() of the frozen parameters that are stored as codes. They form separate units, never persistent.
+        plain: result of `plain_names` for the model; the default is enough for a model without parallel wrappers.
 
     Raises:
         ConfigError: a leaf rule names a module that does not exist.
@@ -117,7 +119,6 @@ def group_parameters(
 
     # In the order of named_parameters, which is the same on all ranks: the order of units decides that of collectives.
     specs: dict[object, UnitSpec] = {}
-    plain = plain_names(model)
     for fqn, param in model.named_parameters():
         key, name, modules = _home(param, owners[id(param)], model, persistent)
         if id(param) in projections and name in experts:

@@ -14,7 +14,7 @@ from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.hierarchical import arrange
 from zeroaccel.comm.topology import init_process_group
-from zeroaccel.config import comm_plan, load_config
+from zeroaccel.config import comm_plan, load_config, shard_plan
 from zeroaccel.errors import CollectiveError
 from zeroaccel.zero import GatheredParameters
 
@@ -160,7 +160,7 @@ def two_hops(model: Layers) -> None:
     """Issues 4-bit reductions, which run on a separate thread."""
     zero = {"stage": 3, "zero_quantized_gradients": True, "zeropp": {"node_size": 1}}
     settings = load_config({"train_batch_size": model.world_size, "zero_optimization": zero})
-    model.collectives = arrange(model.collectives, comm_plan(settings, model.world_size))
+    model.collectives = arrange(model.collectives, comm_plan(settings, shard_plan(settings), model.world_size))
     model.reduce("layers.1")
     model.reduce("layers.0" if model.rank else "vision_tower")
 

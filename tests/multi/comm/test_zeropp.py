@@ -19,7 +19,7 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.hierarchical import HierarchicalCollectives, QuantError, arrange
 from zeroaccel.comm.quantized import FP8, INT4, INT8, Codec
 from zeroaccel.comm.topology import init_process_group
-from zeroaccel.config import comm_plan, load_config
+from zeroaccel.config import comm_plan, load_config, shard_plan
 from zeroaccel.engine import Engine
 
 
@@ -76,7 +76,8 @@ def _collectives(changes: dict[str, Any]) -> Collectives:
     """Makes the collectives of a config, over the ranks of this test."""
     plain = Collectives(init_process_group())
     zero = {"stage": 3, **changes}
-    return arrange(plain, comm_plan(load_config({"train_batch_size": 24, "zero_optimization": zero}), plain.world_size))
+    config = load_config({"train_batch_size": 24, "zero_optimization": zero})
+    return arrange(plain, comm_plan(config, shard_plan(config), plain.world_size))
 
 
 def _round_trip(changes: dict[str, Any], numel: int, dtype: torch.dtype, bad: float | None) -> dict[str, Tensor]:

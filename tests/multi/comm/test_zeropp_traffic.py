@@ -14,7 +14,7 @@ import torch
 import zeroaccel
 from tests.support.pool import Ranks
 from tests.support.training import SGD, Toy, batches, config, recording, train_step
-from zeroaccel.config import CommPlan, comm_plan, load_config
+from zeroaccel.config import CommPlan, comm_plan, load_config, shard_plan
 from zeroaccel.config.comm_plan import step_traffic
 
 QWZ, QGZ = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
@@ -88,7 +88,8 @@ def test_traffic_across_nodes(ranks: Ranks, world_size: int, node_size: int) -> 
 
 
 def _plan(settings: dict[str, Any], world_size: int) -> CommPlan:
-    return comm_plan(load_config({"train_batch_size": 24, "zero_optimization": {"stage": 3, **settings}}), world_size)
+    config = load_config({"train_batch_size": 24, "zero_optimization": {"stage": 3, **settings}})
+    return comm_plan(config, shard_plan(config), world_size)
 
 
 @pytest.mark.parametrize("node_size", [1, 2, 4])

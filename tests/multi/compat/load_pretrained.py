@@ -1,7 +1,8 @@
 """Ranks that load small models with `from_pretrained` at stage 3, beside transformers' own load on one process.
 
-    load_pretrained.py FOLDER KIND:CLASS ...
+    load_pretrained.py FOLDER [FORMAT/]KIND:CLASS ...
 
+With a format the files have codes and scales, which transformers dequantizes.
 The classes are those of `tests/multi/zero/zoo.py`. Rank 0 prints one JSON line per class: whether weights, buffers and
 the record of names are equal, how many bytes the ranks have read of how many, and how the names in files of
 `save_pretrained` differ from those in the source's files.
@@ -27,10 +28,12 @@ import deepspeed  # type: ignore[import-not-found]  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from safetensors import safe_open  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 from transformers.integrations import HfDeepSpeedConfig  # noqa: E402
 
-from tests.multi.zero.zoo import NotBuilt, build  # noqa: E402
+from tests.multi.zero.zoo import build  # noqa: E402
+from zeroaccel.zero.access.lazy_tensors import Stored  # noqa: E402
 from zeroaccel.zero.access.load_safetensors import SafetensorsFolder  # noqa: E402
 
 transformers.logging.set_verbosity_error()
@@ -83,13 +86,48 @@ def source(name: str, folder: Path) -> str:
     """Writes the files of a class on rank 0; returns the reason if it cannot be built."""
     reason = [""]
     if not torch.distributed.get_rank():
-        kind, _, cls = name.partition(":")
+        kind, _, cls = name.rpartition("/")[2].partition(":")
         try:
-            build(kind, cls, 0)[0].save_pretrained(folder, max_shard_size="200KB")
-        except (NotBuilt, NotImplementedError, ValueError, RuntimeError, TypeError, AttributeError) as error:
+            model = build(kind, cls, 0)[0]
+            quantized = name.rpartition("/")[0]
+            (model.bfloat16() if quantized else model).save_pretrained(folder, max_shard_size="200KB")
+            if quantized:
+                quantize(folder, quantized)
+        except Exception as error:
             reason = [f"{type(error).__name__}: {error}".partition("\n")[0]]
     torch.distributed.broadcast_object_list(reason)
     return reason[0]
+
+
+def quantize(folder: Path, how: str) -> None:
+    """Replaces matrices in a folder's files by codes and scales: random ones for MXFP4."""
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": how.partition("-")[0]}
+    if how.startswith("fp8"):
+        block = [8, 8] if how in ("fp8-blocks", "fp8-ue8m0") else None
+        config["quantization_config"] |= {"weight_block_size": block, "activation_scheme": "dynamic"}
+    (folder / "config.json").write_text(json.dumps(config))
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in list(tensors):
+            if how == "mxfp4" and name.endswith(("gate_up_proj", "down_proj")):
+                experts, width, rows = tensors.pop(name).shape
+                shape = (experts, rows, width // 32, 16)
+                tensors[f"{name}_blocks"] = torch.randint(0, 256, shape, dtype=torch.uint8)
+                tensors[f"{name}_scales"] = torch.randint(110, 130, shape[:3], dtype=torch.uint8)
+            elif how != "mxfp4" and name.endswith("proj.weight"):
+                rows, columns = tensors[name].shape
+                grid = {"fp8-channels": (rows, 1), "fp8-tensors": (1, 1)}.get(how, (rows // 8, columns // 8))
+                tensors[name] = (tensors[name].float() * 100).to(torch.float8_e4m3fn)
+                scales = torch.rand(grid) / 100
+                if how == "fp8-ue8m0":
+                    scales = torch.randint(115, 125, grid, dtype=torch.uint8)
+                tensors[f"{name}_scale_inv"] = scales
+        save_file(tensors, file, {"format": "pt"})
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        weights = {name: file.name for file in folder.glob("*.safetensors") for name in load_file(file)}
+        index.write_text(json.dumps({"metadata": {}, "weight_map": weights}))
 
 
 def compared(name: str, folder: Path) -> dict[str, Any]:
@@ -98,11 +136,13 @@ def compared(name: str, folder: Path) -> dict[str, Any]:
     zero3 = HfDeepSpeedConfig(ZERO3)
     with counted() as counts:
         model, record = cls.from_pretrained(folder, output_loading_info=True)
+    sharded = all(hasattr(param, "ds_id") for param in model.parameters())
     ours, theirs = values(model), values(plain)
     nbytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     read: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(read, sum(counts))
-    engine, *_ = deepspeed.initialize(model=model, config={**ZERO3, "optimizer": {"type": "Adam"}})
+    bf16 = {"bf16": {"enabled": next(model.parameters()).dtype is torch.bfloat16}}
+    engine, *_ = deepspeed.initialize(model=model, config={**ZERO3, **bf16, "optimizer": {"type": "Adam"}})
     state = engine._consolidated_16bit_state_dict() or {}
     saved = folder.parent / f"{folder.name}-saved"
     model.save_pretrained(saved, state_dict=state, is_main_process=not torch.distributed.get_rank())
@@ -116,6 +156,7 @@ def compared(name: str, folder: Path) -> dict[str, Any]:
         "name": name,
         "differs": sorted(n for n in ours.keys() | theirs.keys() if n not in ours or not same(ours[n], theirs[n])),
         "record": {key: names for key, names in said.items() if names != sorted(map(str, expected[key]))},
+        "sharded": sharded,
         "read": sum(read) / nbytes,
         "files": sorted(n for n in before.keys() | after.keys() if before.get(n) != after.get(n)),
         "again": sorted(n for n in again.keys() | theirs.keys() if n not in again or not same(again[n], theirs[n])),
@@ -125,8 +166,9 @@ def compared(name: str, folder: Path) -> dict[str, Any]:
 def main() -> None:
     """Loads the classes of the command line."""
     deepspeed.init_distributed("gloo")
+    Stored.seek_nbytes = 0  # read no byte twice, although the matrices are small
     for name in sys.argv[2:]:
-        folder = Path(sys.argv[1]) / name.replace(":", "-")
+        folder = Path(sys.argv[1]) / name.replace(":", "-").replace("/", "-")
         reason = source(name, folder)
         try:
             row = {"name": name, "not built": reason} if reason else compared(name, folder)

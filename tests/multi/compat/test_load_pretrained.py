@@ -28,5 +28,48 @@ def test_weights_and_names_are_those_of_one_process(tmp_path: Path) -> None:
     assert [row["name"] for row in rows] == list(FEW)
     for row in rows:
         read = row.pop("read")
-        assert row == {"name": row["name"], "differs": [], "record": {}, "files": [], "again": []}
+        assert row == {"name": row["name"], "sharded": True, "differs": [], "record": {}, "files": [], "again": []}
         assert read <= 1.05
+
+
+SAID = {
+    "truncated": "ROOT/truncated/model-00002-of-00006.safetensors: not a valid safetensors file",
+    "flipped_header": "ROOT/flipped_header/model-00001-of-00006.safetensors: not a valid safetensors file",
+    "missing_file": "model-00001-of-00006.safetensors: missing, although model.safetensors.index.json lists it",
+    "downloading": "A download of ROOT/downloading is not complete: ROOT/downloading/0123.incomplete",
+    "missing_tensor": "ROOT/missing_tensor: the index lists tensors that its files do not have: ",
+    "wrong_shape": "You set `ignore_mismatched_sizes` to `False`",  # after the report that names it
+    "other_config": "21 tensors, 1 of which the model has: ",
+    "codes_without_scales": "model.layers.0.mlp.up_proj.weight: F8_E4M3",
+    "other_machine": "elsewhere: expected the folder that other ranks have",
+}
+
+
+def test_damaged_checkpoints_are_named_on_every_rank(tmp_path: Path) -> None:
+    result = run_job(2, "tests/multi/compat/load_damaged.py", [tmp_path], timeout=90)
+    assert result.returncode == 0, result.stderr
+    first, second = (json.loads(line) for line in result.stdout.splitlines() if line.startswith("{"))
+    assert first.keys() == SAID.keys()
+    for case, words in SAID.items():
+        assert words in first[case], case
+        assert words in second[case], case
+
+
+QUANTIZED = (
+    "fp8-blocks/qwen3_moe:Qwen3MoeForCausalLM",
+    "fp8-ue8m0/qwen3:Qwen3ForCausalLM",
+    "fp8-channels/qwen3:Qwen3ForCausalLM",
+    "fp8-tensors/qwen3:Qwen3ForCausalLM",
+    "mxfp4/gpt_oss:GptOssForCausalLM",
+)
+
+
+def test_quantized_checkpoints_are_dequantized_as_on_one_process(tmp_path: Path) -> None:
+    result = run_job(2, SCRIPT, [tmp_path, *QUANTIZED], timeout=120)
+    assert result.returncode == 0, result.stderr
+    rows = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    assert [row["name"] for row in rows] == list(QUANTIZED)
+    for row in rows:
+        assert (row.get("error"), row["differs"], row["record"], row["again"]) == (None, [], {}, [])
+        assert row["sharded"]
+        assert row["read"] <= 1.05

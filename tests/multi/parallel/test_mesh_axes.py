@@ -288,8 +288,6 @@ def test_random_states_are_of_one_mesh(ranks: Ranks, tmp_path: Path) -> None:
 def mistaken(what: str) -> str:
     axes: dict[str, Any] = {"pp": 2, "sp": 2} if what == "uncut" else {"sp": 2, "tp": 2}
     model = build("llama")
-    if what == "heads":
-        model = small_llama(num_attention_heads=2, num_hidden_layers=1)
     try:
         engine, *_ = zeroaccel.initialize(model, config=settings_of(1, SGD), parallel=ParallelConfig(**axes))
         if what == "uncut":
@@ -304,7 +302,6 @@ def mistaken(what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        ("heads", "divisible by 4 (the 2 ranks of a sequence times tp=2), got 2"),
         (
             "uncut",
             "micro-batch 0: expected this rank's runs of sequences, with shift_labels, got ['input_ids', 'labels']",

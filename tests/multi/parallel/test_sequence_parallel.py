@@ -285,8 +285,6 @@ def test_ranks_compare_a_shape_once(ranks: Ranks) -> None:
 
 def _mistaken(what: str) -> str:
     model = nn.Linear(4, 4) if what == "model" else _model("llama", "sdpa")
-    if what == "heads":
-        model.config.num_attention_heads = 3  # type: ignore[union-attr]
     keys: dict[str, Any] = {"mics_shard_size": 4} if what == "key" else {}
     engine: Any = None
     try:
@@ -326,7 +324,6 @@ def _use_wrongly(engine: Any, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        ("heads", "a number of attention heads that is divisible by the 2 ranks of a sequence, got 3"),
         ("model", "sequence parallelism: Linear: expected a model of transformers"),
         ("product", "expected sizes that multiply to the job's 4 ranks, got 'dp_shard 2 x sp 4 = 8'"),
         ("divisor", "expected sizes that divide the job's 4 ranks, got 'sp 3 = 3'"),

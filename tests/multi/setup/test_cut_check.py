@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import zeroaccel
 from tests.support.mixtures import MIXTURES, small_mixture
 from tests.support.pool import Ranks
+from tests.support.recurrent_models import recurrent_model
 from tests.support.training import config
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.recording import RecordingCollectives
@@ -46,14 +47,15 @@ class TokenShift(nn.Module):
 
 
 class CausalConvolution(nn.Module):
-    """A window of four tokens."""
+    """A window of four tokens, or of seven with gaps."""
 
-    def __init__(self) -> None:
+    def __init__(self, padding: int = 3, dilation: int = 1) -> None:
         super().__init__()
-        self.conv = nn.Conv1d(32, 32, 4, padding=3, groups=32)
+        self.before = padding
+        self.conv = nn.Conv1d(32, 32, 4, padding=3 * dilation - padding, groups=32, dilation=dilation)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.conv(x.transpose(1, 2))[..., : x.shape[1]]
+        out: Tensor = self.conv(nn.functional.pad(x.transpose(1, 2), (self.before, 0)))[..., : x.shape[1]]
         return out.transpose(1, 2)
 
 
@@ -85,19 +87,15 @@ def _model(kind: str) -> nn.Module:
             **SIZES, **linear, **experts, head_dim=8, shared_expert_intermediate_size=16
         )
         return transformers.Qwen3NextForCausalLM(settings)
-    if kind == "mamba2":
-        settings = transformers.Mamba2Config(
-            vocab_size=64, hidden_size=32, num_hidden_layers=2, num_heads=8, head_dim=8, state_size=8, n_groups=1
-        )
-        return transformers.Mamba2ForCausalLM(settings)
-    if kind == "rwkv":
-        settings = transformers.RwkvConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, context_length=64)
-        return transformers.RwkvForCausalLM(settings)
+    if kind == "minimax":
+        return recurrent_model("minimax")
     if kind == "classifier":
         settings = transformers.LlamaConfig(**SIZES, num_labels=3, pad_token_id=0)
         return transformers.LlamaForSequenceClassification(settings)
     if kind == "convolution":
         return _with_layer(CausalConvolution())
+    if kind == "window of a module":
+        return _with_layer(CausalConvolution(padding=0, dilation=2))
     if kind == "token shift":
         return _with_layer(TokenShift())
     if kind == "qwen3":
@@ -124,9 +122,7 @@ def _cut_sequences(kind: str, precision: str, stage: int) -> str:
 @pytest.mark.parametrize(
     ("kind", "module"),
     [
-        ("qwen3-next", "model.layers.0.linear_attn (Qwen3NextGatedDeltaNet)"),
-        ("mamba2", "backbone.layers.0.mixer (Mamba2Mixer)"),
-        ("rwkv", "rwkv.blocks.0.attention (RwkvSelfAttention)"),
+        ("minimax", "model.layers.0.self_attn (MiniMaxLightningAttention)"),
     ],
 )
 def test_layers_that_are_known_to_carry_a_state_are_refused(ranks: Ranks, kind: str, module: str) -> None:
@@ -135,11 +131,15 @@ def test_layers_that_are_known_to_carry_a_state_are_refused(ranks: Ranks, kind: 
         assert "train it with sp=1" in message
 
 
+def test_a_convolution_that_pads_by_itself_gets_the_tokens_of_the_rank_before(ranks: Ranks) -> None:
+    assert ranks(2).run(_cut_sequences, "window of a module", "fp32", 3) == ["", ""]
+
+
 @pytest.mark.parametrize(("precision", "stage"), [("fp32", 3), ("bf16", 0)])
 @pytest.mark.parametrize(
     ("kind", "module"),
     [
-        ("convolution", "model.layers.1.self_attn.layer (CausalConvolution)"),
+        ("convolution", "model.layers.1.self_attn.layer.conv (Conv1d)"),
         ("token shift", "model.layers.1.self_attn.layer (TokenShift)"),
         ("classifier", "the model's output"),
     ],

@@ -128,7 +128,7 @@ def _copies() -> list[str]:
 
 def test_copies_are_sharded_parameters_of_their_own(ranks: Ranks) -> None:
     for (beside,) in ranks(2).run(_copies):
-        assert "zero_ of parameter layers.1.bias: expected parameters that GatheredParameters names" in beside
+        assert "layers.1.bias written: expected writes to parameters that the block names" in beside
 
 
 def _assigned(stage: int) -> list[Tensor]:

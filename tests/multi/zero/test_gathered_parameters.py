@@ -284,3 +284,40 @@ def _one_of_two_buffers() -> list[float]:
 def test_parameters_of_one_buffer_of_several(ranks: Ranks) -> None:
     first, second = ranks(2).run(_one_of_two_buffers)
     assert all(map(math.isfinite, [*first, *second]))
+
+
+def _write_beside(build_in_init: bool, modifier: int | None) -> list[str]:
+    """Writes a parameter that shares a unit with the named one, on one rank; then trains, or reads the values."""
+    torch.manual_seed(7)
+    if build_in_init:
+        with zeroaccel.zero.Init(config_dict_or_path=config(3)):
+            model = Toy()
+    else:
+        engine, model = build(config(3))
+    layer = model.layers[0].up
+    with GatheredParameters([layer.weight, layer.bias]):
+        before = layer.bias.detach().clone()
+
+    def write() -> None:
+        with GatheredParameters([layer.weight], modifier_rank=modifier), torch.no_grad():
+            if torch.distributed.get_rank() == 1:
+                layer.bias.fill_(9.0)
+
+    found = message(UsageError, write)
+    with GatheredParameters([layer.weight]):  # an outer block's names count for an inner one
+        with GatheredParameters([layer.bias], modifier_rank=0), torch.no_grad():
+            layer.bias.copy_(before)
+        assert torch.equal(layer.bias, before)
+    if not build_in_init:
+        steps(engine, 1)
+        engine.destroy()
+    return [found]
+
+
+@pytest.mark.parametrize("modifier", [None, 0])
+@pytest.mark.parametrize("build_in_init", [False, True])
+def test_a_write_to_another_parameter_of_the_unit_is_an_error_on_every_rank(
+    ranks: Ranks, build_in_init: bool, modifier: int | None
+) -> None:
+    for found in ranks(2).run(_write_beside, build_in_init, modifier):
+        assert "up.bias written: expected writes to parameters that the block names" in found[0]

@@ -124,12 +124,12 @@ def _job(line: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
         job.update(settings.model_dump(exclude_none=True), num_processes=made.world_size)
         return made
 
-    def started(explicit: Any, *_: Any, **__: Any) -> int:
-        job.update(explicit.settings().model_dump(exclude_none=True))
+    def started(self: Any, **_: Any) -> int:
+        job.update(self.explicit.settings().model_dump(exclude_none=True))
         return 0
 
     monkeypatch.setattr(launch_module, "plan_launch", planned)
-    monkeypatch.setattr(launch_module, "_launch_hosts", started)
+    monkeypatch.setattr(launch_module.JobOnHosts, "run", started)
     monkeypatch.setattr(launch_module.os, "environ", {"HOME": str(folder), "PATH": "/usr/bin:/bin"})
     monkeypatch.setattr(plan_module, "port_trouble", lambda _: "")
     monkeypatch.setattr(plan_module, "_own_address", lambda _: "127.0.0.1")

@@ -52,7 +52,7 @@ class Scripted:
         return answer
 
     def yes_no(self, words: str, proposal: bool, *, back: bool) -> Any:
-        key = next(question.key for question in QUESTIONS if question.gate == words)
+        key = next(question.key for question in QUESTIONS if question.ask.gate == words)
         self.asked.append(f"{key}?")
         return key in self.answers or proposal
 
@@ -80,7 +80,7 @@ def test_every_question_is_about_a_setting_and_reads_only_earlier_ones() -> None
             situation = WizardState(
                 Watched({key: value for key, value in answers.items() if key in earlier}), Machine()
             )
-            if question.applies(situation):
+            if not question.why_not(situation):
                 question.default(situation)
             else:
                 assert question.why_not(situation)
@@ -116,7 +116,7 @@ def _random_answer(question: Question, situation: WizardState, chance: random.Ra
         return chance.choice([one.value for one in question.choices if not question.impossible(one, situation)])
     if question.kind == "yes_no":
         return chance.random() < 0.5
-    if question.takes_auto and chance.random() < 0.5:
+    if question.ask.takes_auto and chance.random() < 0.5:
         return AUTO
     if question.key == "num_processes":
         return chance.randint(1, 3) * (situation["num_machines"] or 1)
@@ -325,8 +325,8 @@ def test_an_update_keeps_settings_without_a_question(tmp_path: Path) -> None:
 
 def test_questions_fit_80_columns() -> None:
     for question in QUESTIONS:
-        for words in filter(None, (question.words, question.gate)):
-            by_keys = question.kind in ("choice", "yes_no") or words == question.gate
+        for words in filter(None, (question.ask.words, question.ask.gate)):
+            by_keys = question.kind in ("choice", "yes_no") or words == question.ask.gate
             assert len(f"? {words} " + ("(arrow keys)" if by_keys else "(< back, :q quit) 29500")) <= 80, words
 
 

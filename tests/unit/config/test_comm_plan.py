@@ -27,7 +27,8 @@ from zeroaccel.errors import ConfigError
 
 
 def _plan(world_size: int, **zero: Any) -> CommPlan:
-    return comm_plan(load_config({"train_batch_size": 24, "zero_optimization": {"stage": 3, **zero}}), world_size)
+    config = load_config({"train_batch_size": 24, "zero_optimization": {"stage": 3, **zero}})
+    return comm_plan(config, shard_plan(config), world_size)
 
 
 def test_a_config_without_communication_settings_is_plain() -> None:
@@ -86,7 +87,7 @@ def test_below_stage_3_each_is_a_note_and_changes_nothing(key: str, stage: int) 
     assert config.notes == (
         f"zero_optimization.{key}: parameters are sharded at stage 3 only, and the stage is {stage}",
     )
-    assert comm_plan(config, 6).plain
+    assert comm_plan(config, shard_plan(config), 6).plain
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

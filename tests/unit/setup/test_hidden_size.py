@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from zeroaccel.config import Fact
-from zeroaccel.zero.from_config import facts_from_model
+from zeroaccel.setup.plan import facts_from_model
 
 
 def _config(**attributes: Any) -> SimpleNamespace:

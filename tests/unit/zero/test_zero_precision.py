@@ -95,11 +95,15 @@ def test_names_kept_in_fp32() -> None:
     norm = {"norm.weight", "norm.bias", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
     router = {"inner.router.weight"}
     model = Model()
-    assert kept_in_fp32(model, "auto", torch.float16) == norm | router
-    assert kept_in_fp32(model, "auto", torch.bfloat16) == router  # as in transformers, the strict list only
-    assert kept_in_fp32(model, ("inner",), torch.bfloat16) == router
-    assert kept_in_fp32(model, ("inner.router",), torch.bfloat16) == router
-    assert kept_in_fp32(model, (), torch.float16) == kept_in_fp32(nn.Linear(2, 2), "auto", torch.float16) == set()
+    assert kept_in_fp32(model, "auto", torch.float16, str) == norm | router
+    assert kept_in_fp32(model, "auto", torch.bfloat16, str) == router  # as in transformers, the strict list only
+    assert kept_in_fp32(model, ("inner",), torch.bfloat16, str) == router
+    assert kept_in_fp32(model, ("inner.router",), torch.bfloat16, str) == router
+    assert (
+        kept_in_fp32(model, (), torch.float16, str)
+        == kept_in_fp32(nn.Linear(2, 2), "auto", torch.float16, str)
+        == set()
+    )
 
 
 class Table(nn.Module):

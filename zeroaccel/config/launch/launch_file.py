@@ -37,7 +37,6 @@ from zeroaccel.errors import ConfigError
 __all__ = [
     "CONFIG_VARIABLE",
     "FILE_NAME",
-    "MOVED",
     "LaunchConfig",
     "blanks",
     "find_launch_file",
@@ -59,9 +58,6 @@ _REFUSED: Mapping[str, tuple[str, str]] = {
     "ipex_config": ("that library is not used", "remove it"),
     "mpirun_config": ("zeroaccel does not call mpirun", "remove it, and run `mpirun ... zeroaccel launch ...`"),
 }
-
-MOVED = {"dynamo_backend": "dynamo_config.dynamo_backend"}
-"""Key of accelerate's older files -> its current path."""
 
 
 @dataclass(frozen=True)
@@ -136,24 +132,20 @@ def parse_launch_file(
     decided = {} if over is None else over.values
     tree_given = _without(decided, _without_nothing(parsed.value))
     foreign = settle_foreign_keys(tree_given, decided.get("distributed_type"), fsdp_flags)
-    tree = {MOVED.get(key, key): value for key, value in foreign.tree.items()}
-    moved: dict[KeyPath, str] = {(new,): parsed.places[(old,)] for old, new in MOVED.items() if (old,) in parsed.places}
     # A moved or translated key keeps the place of the original key.
-    moved |= {new: parsed.places[old] for new, old in foreign.moved.items() if old in parsed.places}
-    order = list(key_paths(parsed.value))
-    normalized = NormalizedConfig(LaunchFile, tree)
-    origin = Provenance(name=name, raw=tree, places=parsed.places | moved, written=normalized.written)
+    moved = {new: parsed.places[old] for new, old in foreign.moved.items() if old in parsed.places}
+    normalized = NormalizedConfig(LaunchFile, foreign.tree)
+    origin = Provenance(name=name, raw=foreign.tree, places=parsed.places | moved, written=normalized.written)
     model, problems = _validated(normalized.tree)
-    problems = [_as_blank(problem) for problem in problems]
     problems = [
         *duplicate_key_problems(parsed.duplicates),
         *foreign.problems,
         *normalized.problems,
-        *problems,
+        *map(_as_blank, problems),
         *_refusals(normalized.tree),
     ]
     if problems:
-        raise report(problems, origin, order)
+        raise report(problems, origin, key_paths(parsed.value))
     values, paths = _flat(normalized.tree, model)
     sources = {name: origin.where(path).partition(": ")[0] for name, path in paths.items()}
     notes = [f"{origin.where_written(path) or name}: {text}" for path, text in foreign.notes]

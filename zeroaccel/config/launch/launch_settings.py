@@ -330,12 +330,12 @@ def idle_settings(values: Mapping[str, Any]) -> dict[str, str]:
     Args:
         values: setting -> value, without settings that were not given; the values may be invalid.
     """
-    stage = as_integer(values.get("zero_stage", DEFAULT_STAGE))
-    if stage is None or values.get("deepspeed_config_file") is not None:
+    stage = values.get("zero_stage", DEFAULT_STAGE)
+    if stage not in (0, 1, 2, 3) or values.get("deepspeed_config_file") is not None:
         return {}
     about_stage = f"the stage is {stage}" + ("" if "zero_stage" in values else ", the default")
     idle: dict[str, str] = {}
-    if 0 <= stage < 3:
+    if stage < 3:
         zeropp = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients")
         what = f"parameters are sharded at stage 3 only, and {about_stage}"
         idle = {name: what for name in zeropp if values.get(name) not in (None, False, 1)}
@@ -344,7 +344,7 @@ def idle_settings(values: Mapping[str, Any]) -> dict[str, str]:
         ("optimizer", 1, f"optimizer states are sharded from stage 1 on, and {about_stage}"),
     ):
         names = [f"offload_{kind}_device", f"offload_{kind}_nvme_path"]
-        if 0 <= stage < least and str(values.get(names[0])).lower() in ("cpu", "nvme"):
+        if stage < least and str(values.get(names[0])).lower() in ("cpu", "nvme"):
             idle |= {name: what for name in names if name in values}
     return idle
 

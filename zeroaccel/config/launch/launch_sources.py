@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -120,14 +120,6 @@ class ExplicitSettings:
         """Creates settings that all have the same source."""
         return ExplicitSettings(values, dict.fromkeys(values, source))
 
-    def without(self, names: Collection[str], *notes: str) -> ExplicitSettings:
-        """Returns these settings without the named ones, and with further notes."""
-        return ExplicitSettings(
-            {name: value for name, value in self.values.items() if name not in names},
-            {name: source for name, source in self.sources.items() if name not in names},
-            (*self.notes, *notes),
-        )
-
     def under(self, other: ExplicitSettings) -> ExplicitSettings:
         """Merges both; the other's settings take precedence."""
         return ExplicitSettings(
@@ -140,8 +132,9 @@ class ExplicitSettings:
         accelerate and DeepSpeed accept and ignore such settings, for example offload of parameters at stage 2.
         """
         idle = idle_settings(self.values)
-        notes = (f"{self.where(name)} {self.values[name]}: does nothing: {reason}" for name, reason in idle.items())
-        return self.without(idle, *notes)
+        notes = [f"{self.where(name)} {self.values[name]}: does nothing: {reason}" for name, reason in idle.items()]
+        values = {name: value for name, value in self.values.items() if name not in idle}
+        return ExplicitSettings(values, self.sources, (*self.notes, *notes))
 
     def where(self, name: str) -> str:
         """Returns the address of a setting for a message: its source, or else its flag."""

@@ -59,27 +59,18 @@ def _with_rendezvous(explicit: ExplicitSettings) -> ExplicitSettings:
     if not isinstance(pairs, Mapping) or not set(pairs) & set(RDZV_SETTINGS):
         return explicit
     source = explicit.sources.get("rdzv_conf", "--rdzv_conf")
-    moved: dict[str, Any] = {}
-    if "rdzv_backend" in pairs:
-        moved["rdzv_backend"] = pairs["rdzv_backend"]
-    host, _, port = str(pairs.get("rdzv_endpoint", "")).rpartition(":")
-    host, port = (host, port) if port.isdigit() else (str(pairs.get("rdzv_endpoint", "")), "")
-    if host:
-        moved["main_process_ip"] = host
-    if port:
-        moved["main_process_port"] = int(port)
-
-    # A separate setting takes precedence over a key inside rdzv_conf, with a note.
+    endpoint = str(pairs.get("rdzv_endpoint", ""))
+    host, _, port = endpoint.rpartition(":") if endpoint.rpartition(":")[2].isdigit() else (endpoint, "", "")
+    moved = {"rdzv_backend": pairs.get("rdzv_backend"), "main_process_ip": host, "main_process_port": int(port or 0)}
+    values = {**explicit.values, "rdzv_conf": {key: pairs[key] for key in pairs if key not in RDZV_SETTINGS}}
     notes = []
     for name, value in moved.items():
-        before = explicit.values.get(name, value)
-        is_other = before != value
-        notes.append(
-            f"{source}: {name} {value}: does nothing, because {explicit.where(name)} is {before}"
-            if is_other
-            else f"{source} -> {name} {value}"
-        )
+        before = values.setdefault(name, value) if value else value
+        if before != value:  # a separate setting takes precedence over a key inside rdzv_conf
+            where = f"{explicit.where(name)} is {before}"
+            notes.append(f"{source}: {name} {value}: does nothing, because {where}")
+        elif value:
+            notes.append(f"{source} -> {name} {value}")
     notes += [f"{source}: {key}: does nothing: {why}" for key, why in RDZV_SETTINGS.items() if key in pairs and why]
-    rest = {key: value for key, value in pairs.items() if key not in RDZV_SETTINGS}
-    rdzv_conf = ExplicitSettings({"rdzv_conf": rest}, {"rdzv_conf": source}, tuple(notes))
-    return ExplicitSettings.of(moved, source).under(explicit).under(rdzv_conf)
+    sources = {**dict.fromkeys(values, source), **explicit.sources}
+    return ExplicitSettings(values, sources, (*explicit.notes, *notes))

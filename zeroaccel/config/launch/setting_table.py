@@ -10,7 +10,6 @@ The rows are in the order of the questions; help lists them in this order within
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from zeroaccel.config.launch.setting import Ask, Choice, Kind, Setting
@@ -73,8 +72,8 @@ _ROWS = (
     # -- processes and machines
     Setting(
         "use_cpu", "switch", PROCESSES,
-        "Hide the accelerators: the processes compute on the CPU and communicate through gloo.",
-        False, flag="--cpu", rank_variable="ACCELERATE_USE_CPU",
+        "Hide the accelerators: the processes compute on the CPU and communicate through gloo.", False, flag="--cpu",
+        rank_variable="ACCELERATE_USE_CPU",
         ask=Ask("Run on the CPU only (yes if there are no accelerators)?", computed="no_devices"),
     ),
     Setting(
@@ -93,11 +92,9 @@ _ROWS = (
         choices=("ssh", "standard"), synonyms={"pdsh": "ssh", "nossh": "standard"},
         refused=dict.fromkeys(("openmpi", "mpich", "impi", "mvapich", "slurm"), _WITH_MPI),
         means={"no_ssh": "standard"},
-        ask=Ask(
-            "How is the job started on the other machines?", "several",
+        ask=Ask("How is the job started on the other machines?", "several",
             choices=(Choice("standard", "you run the command on each"),
-                     Choice("ssh", "from this one, by ssh and a hostfile")),
-        ),
+            Choice("ssh", "from this one, by ssh and a hostfile"))),
     ),
     _host(
         "hostfile", "file",
@@ -107,18 +104,14 @@ _ROWS = (
     _host(
         "exclusion_filter", "text", "Machines and devices of the hostfile to exclude, such as node1:3.", "-e",
         spelled=("exclude",), metavar="HOSTS",
-        ask=Ask(
-            "Which hostfile entries are excluded (node1:3)?", "several by_ssh",
-            gate="Exclude some machines or devices of the hostfile?",
-        ),
+        ask=Ask("Which hostfile entries are excluded (node1:3)?", "several by_ssh",
+            gate="Exclude some machines or devices of the hostfile?"),
     ),
     _host(
         "inclusion_filter", "text", "Machines and devices of the hostfile to use, such as node1@node2:0,2.", "-i",
         spelled=("include",), metavar="HOSTS",
-        ask=Ask(
-            "Which hostfile entries are used (node1@node2:0,2)?", "several by_ssh not_filtered",
-            gate="Use only some machines or devices of the hostfile?",
-        ),
+        ask=Ask("Which hostfile entries are used (node1@node2:0,2)?", "several by_ssh not_filtered",
+            gate="Use only some machines or devices of the hostfile?"),
     ),
     Setting(
         "machine_rank", "count", MACHINES, "Number of this machine, from 0. Machine 0 hosts the rendezvous.",
@@ -127,7 +120,8 @@ _ROWS = (
     ),
     Setting(
         "main_process_ip", "text", MACHINES, "Address at which the other machines reach machine 0.", metavar="HOST",
-        same={"master_addr": ""}, ask=Ask("What is the network address of machine 0?", "several", check="address"),
+        same={"master_addr": ""},
+        ask=Ask("What is the network address of machine 0?", "several", check="address"),
     ),
     Setting(
         "main_process_port", "port", MACHINES,
@@ -216,18 +210,15 @@ _ROWS = (
         "deepspeed_config_file", "file",
         'Config in DeepSpeed\'s JSON format. The settings below then only fill keys that it omits or sets to "auto".',
         rank_variable="ACCELERATE_DEEPSPEED_CONFIG_FILE",
-        ask=Ask(
-            "Where is the JSON config?", "zero", gate="Do you have a JSON config in DeepSpeed's format?", check="json"
-        ),
+        ask=Ask("Where is the JSON config?", "zero", gate="Do you have a JSON config in DeepSpeed's format?",
+            check="json"),
     ),
     Setting(
         "mixed_precision", "choice", TRAINING,
         "Precision of the model: no (fp32), fp16 or bf16. [default: the JSON config's, else no]",
         choices=("no", "fp16", "bf16"), rank_variable="ACCELERATE_MIXED_PRECISION", fact="precision",
-        ask=Ask(
-            "Which precision?", "open", computed="precision",
-            choices=(Choice("no", "fp32"), Choice("fp16"), Choice("bf16", "", "no_bf16")),
-        ),
+        ask=Ask("Which precision?", "open", computed="precision",
+            choices=(Choice("no", "fp32"), Choice("fp16"), Choice("bf16", "", "no_bf16"))),
     ),
     Setting(
         "use_parallelism_config", "switch", "", "Apply the sizes of the mesh.",
@@ -250,9 +241,7 @@ _ROWS = (
         "ep", "processes that divide the experts of each layer; each has its own samples.",
         "Over how many processes are MoE experts divided?", "own_experts", in_accelerate=False,
     ),
-    _mesh(
-        "dp_replicate_size", "count", "Number of groups of processes that each hold one sharded model. [default: 1]"
-    ),
+    _mesh("dp_replicate_size", "count", "Number of groups of processes that each hold one sharded model. [default: 1]"),
     _mesh(
         "dp_shard_size", "count",
         "Data-parallel processes per group; with one group, 1 means the default. [default: processes / other sizes]",
@@ -264,8 +253,8 @@ _ROWS = (
     ),
     _mesh(
         "sp_seq_length_is_variable", "switch",
-        "True if sequences differ in length. Only accelerate reads it; zeroaccel takes any lengths.",
-        takes_value=True, reader="accelerate",
+        "True if sequences differ in length. Only accelerate reads it; zeroaccel takes any lengths.", takes_value=True,
+        reader="accelerate",
     ),
     _mesh(
         "sp_attn_implementation", "text",
@@ -276,15 +265,9 @@ _ROWS = (
         "zero_stage", "choice",
         "ZeRO stage: 1 shards optimizer states, 2 also gradients, 3 also parameters; 0 shards nothing. [default: 2]",
         "zero_optimization.stage", choices=(0, 1, 2, 3), expected="0, 1, 2 or 3", fact="stage", unresolved=2,
-        ask=Ask(
-            "Which stage of ZeRO?", "zero open", 2,
-            choices=(
-                Choice(0, "nothing is sharded"),
-                Choice(1, "optimizer states"),
-                Choice(2, "optimizer states and gradients"),
-                Choice(3, "optimizer states, gradients and parameters"),
-            ),
-        ),
+        ask=Ask("Which stage of ZeRO?", "zero open", 2, choices=(Choice(0, "nothing is sharded"),
+            Choice(1, "optimizer states"), Choice(2, "optimizer states and gradients"),
+            Choice(3, "optimizer states, gradients and parameters"))),
     ),
     _zero(
         "offload_optimizer_device", "choice",
@@ -312,11 +295,9 @@ _ROWS = (
         "zero_hpz_partition_size", "count",
         "At stage 3, ranks per group that holds a second copy of all shards (ZeRO++ hpZ). [default: 1, no copy]",
         "zero_optimization.zero_hpz_partition_size", fact="hpz_partition_size",
-        ask=Ask(
-            "How many processes share a second copy of weights?", "zero open params several",
+        ask=Ask("How many processes share a second copy of weights?", "zero open params several",
             computed="processes_of_a_machine", gate="Keep a second copy of weights on each machine (ZeRO++ hpZ)?",
-            check="divides_processes",
-        ),
+            check="divides_processes"),
     ),
     _zero(
         "zero_quantized_weights", "switch",
@@ -328,42 +309,31 @@ _ROWS = (
         "zero_quantized_gradients", "switch",
         "At stage 3, reduce gradients between machines as 4-bit integers (ZeRO++ qgZ). [default: false]",
         "zero_optimization.zero_quantized_gradients", fact="quantized_gradients",
-        ask=Ask(
-            "Reduce gradients between machines as 4-bit integers (ZeRO++ qgZ)?",
-            "zero open params several whole_layers", False,
-        ),
+        ask=Ask("Reduce gradients between machines as 4-bit integers (ZeRO++ qgZ)?",
+            "zero open params several whole_layers", False),
     ),
     _zero(
         "gradient_accumulation_steps", "count", "Number of micro-batches per optimizer step. [default: the script's]",
         "gradient_accumulation_steps", rank_variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS", fact="accumulation",
-
-        ask=Ask(
-            "How many gradient accumulation steps (or auto)?", "zero open", computed="steps", takes_auto=True
-        ),
+        ask=Ask("How many gradient accumulation steps (or auto)?", "zero open", computed="steps", takes_auto=True),
     ),
     _zero(
         "gradient_clipping", "number",
-        "Maximum global norm of the gradients; 0 disables clipping. [default: the script's]",
-        "gradient_clipping", from_zero=True, metavar="NORM", rank_variable="ACCELERATE_GRADIENT_CLIPPING",
-        fact="clipping",
+        "Maximum global norm of the gradients; 0 disables clipping. [default: the script's]", "gradient_clipping",
+        from_zero=True, metavar="NORM", rank_variable="ACCELERATE_GRADIENT_CLIPPING", fact="clipping",
         ask=Ask("To which maximum norm are gradients clipped?", "zero open", 1.0, gate="Clip gradients?"),
     ),
     _zero(
         "frozen_weights", "choice",
         "Quantize frozen matrices, such as the base model under LoRA: int8, nf4 or mxfp4. [default: not quantized]",
         "zero_optimization.frozen_weights", choices=("int8", "nf4", "mxfp4"),
-        ask=Ask(
-            "In which format are frozen weight matrices stored?", "zero open whole_layers whole_experts",
+        ask=Ask("In which format are frozen weight matrices stored?", "zero open whole_layers whole_experts",
             gate="Train adapters on a frozen base model that is quantized?",
-            choices=(
-                Choice("nf4", "0.56 bytes per value"), Choice("mxfp4", "0.53 bytes"), Choice("int8", "1 byte"),
-            ),
-        ),
+            choices=(Choice("nf4", "0.56 bytes per value"), Choice("mxfp4", "0.53 bytes"), Choice("int8", "1 byte"))),
     ),
     _zero(
         "zero3_save_16bit_model", "switch", "Gather the whole model when it is saved, at stage 3. [default: false]",
-        "zero_optimization.gather_16bit_weights_on_model_save", fact="save_16bit_weights",
-        unresolved=False,
+        "zero_optimization.gather_16bit_weights_on_model_save", fact="save_16bit_weights", unresolved=False,
         ask=Ask("Gather the whole model when it is saved?", "zero open params", False),
     ),
     _zero(
@@ -375,10 +345,8 @@ _ROWS = (
         "deepspeed_moe_layer_cls_names", "names",
         "Classes of mixture-of-experts layers, separated by commas; the engine gathers each layer as a whole.",
         "zero_optimization.leaf_module.classes", metavar="CLASS,...",
-        ask=Ask(
-            "Which classes are mixture-of-experts layers (A,B)?", "zero open params",
-            gate="Are there mixture-of-experts layers to gather as a whole?",
-        ),
+        ask=Ask("Which classes are mixture-of-experts layers (A,B)?", "zero open params",
+            gate="Are there mixture-of-experts layers to gather as a whole?"),
     ),
     Setting(
         "train_micro_batch_size_per_gpu", "count", "", "Samples per rank and micro-step, if no loader is prepared.",
@@ -388,10 +356,8 @@ _ROWS = (
     _dynamo(
         "dynamo_backend", "word", "Backend of torch.compile, such as inductor; no disables compilation. [default: no]",
         metavar="NAME",
-        ask=Ask(
-            "Which backend does torch.compile use?", gate="Compile the model with torch.compile (dynamo)?",
-            choices=tuple(map(Choice, ("inductor", "eager", "aot_eager", "cudagraphs", "onnxrt", "tvm"))),
-        ),
+        ask=Ask("Which backend does torch.compile use?", gate="Compile the model with torch.compile (dynamo)?",
+            choices=tuple(map(Choice, ("inductor", "eager", "aot_eager", "cudagraphs", "onnxrt", "tvm")))),
     ),
     _dynamo(
         "dynamo_mode", "choice", "Mode of torch.compile: default, reduce-overhead or max-autotune.",
@@ -408,14 +374,15 @@ _ROWS = (
     ),
     _dynamo(
         "dynamo_use_regional_compilation", "switch", "Compile the repeated blocks instead of the whole model.",
-        default=False, ask=Ask("Compile repeated blocks rather than the whole model?", "compiled", False),
+        default=False,
+        ask=Ask("Compile repeated blocks rather than the whole model?", "compiled", False),
     ),
     # -- output and errors
     Setting(
-        "role", "text", OUTPUT, "Name of the processes in output and logs. [default: rank]", "rank", metavar="NAME"
+        "role", "text", OUTPUT, "Name of the processes in output and logs. [default: rank]", "rank", metavar="NAME",
     ),
     Setting(
-        "log_dir", "folder", OUTPUT, "Folder for the output and the error reports of every process.", metavar="FOLDER"
+        "log_dir", "folder", OUTPUT, "Folder for the output and the error reports of every process.", metavar="FOLDER",
     ),
     Setting(
         "tee", "streams", OUTPUT,
@@ -446,7 +413,5 @@ _ROWS = (
 ROWS: dict[str, Setting] = {row.name: row for row in _ROWS}
 """Every row, in the order of the questions."""
 
-SETTINGS: Mapping[str, Setting] = {
-    name: row for group in GROUP_ORDER for name, row in ROWS.items() if row.group == group
-}
+SETTINGS: dict[str, Setting] = {name: row for group in GROUP_ORDER for name, row in ROWS.items() if row.group == group}
 """The settings that users set, in the order of the flags in help."""

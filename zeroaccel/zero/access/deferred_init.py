@@ -24,6 +24,10 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.overrides import TorchFunctionMode
 
 from zeroaccel.comm.collectives import Collectives
@@ -35,7 +39,6 @@ from zeroaccel.zero.access.full_params import store, take_assigned
 from zeroaccel.zero.access.param_registry import ParamHandle, ParamRegistry, handle_of
 from zeroaccel.zero.build_units import initial_values
 from zeroaccel.zero.from_config import DTYPES
-from zeroaccel.zero.hooks import watch_construction
 from zeroaccel.zero.layout import FlatLayout
 from zeroaccel.zero.model_check import float64_error
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
@@ -230,14 +233,7 @@ class ModuleShards:
             handles = sorted((self._handle(param) for param in params), key=lambda handle: handle.order)
             units = list({id(handle.unit): handle.unit for handle in handles}.values())
             if not writes:
-                self.registry.acquire(units, handles)
-            elif gathered := next((handle for handle in handles if self.registry.is_acquired(handle.unit)), None):
-                raise UsageError(
-                    f"{call} of parameter {gathered.slot.fqn}",
-                    expected="parameters that GatheredParameters names, or a write outside its block",
-                    got="a write to another parameter of the same module",
-                    fix="name it too: zero.GatheredParameters(module.parameters(), modifier_rank=0)",
-                )
+                self.registry.acquire(units)
             else:
                 self.unshard_for_use(params)
         storages = {buffer.full.untyped_storage()._cdata for unit in units for buffer in unit.buffers}
@@ -296,20 +292,16 @@ class ModuleShards:
             self.shard(unit.modules[0])
 
     @_without_modes
-    def _pin(self, unit: ParamUnit, wanted: Sequence[tuple[FlatBuffer, int]] | None = None) -> None:
+    def _pin(self, unit: ParamUnit) -> None:
         if id(unit) in self._unsharded:
             self._reshard_one(unit)
         if unit is not self._recent:
             self._drop_recent()
-        if wanted is not None:
-            unit.unshard_some(wanted)
-            return
         unit.unshard()
         unit.wait()
 
     @_without_modes
     def _unpin(self, unit: ParamUnit, *, keep_values: bool = False) -> None:
-        unit.hide_some(keep_values=keep_values)
         unit.reshard(keep_views=True, keep_values=keep_values)
         if keep_values:
             self._recent = unit
@@ -473,8 +465,10 @@ class Init:
         if self._shards is None:
             return self
         if not _ACTIVE:
-            for handle in watch_construction(_parameter_registered, _module_registered):
-                self._undo.callback(handle.remove)
+            # For every registration in any module of the process: of a parameter before it happens, and of a module
+            # that is initialized and becomes part of another.
+            self._undo.callback(register_module_parameter_registration_hook(_parameter_registered).remove)
+            self._undo.callback(register_module_module_registration_hook(_module_registered).remove)
             self._undo.enter_context(_UseMode())
         _ACTIVE.append(self)
         return self
@@ -490,6 +484,11 @@ class Init:
             self.finish_all()
             self._shards.reshard_all()
             self._shards.watch_uses()
+
+    @property
+    def shards(self) -> ModuleShards | None:
+        """The sharded parameters; None if disabled."""
+        return self._shards
 
     def note(self, module: nn.Module) -> None:
         """Records that `module` registers a parameter. (all ranks)"""

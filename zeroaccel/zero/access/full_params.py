@@ -24,13 +24,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from zeroaccel.comm.agree import agree_or_raise, agreed
-from zeroaccel.errors import UsageError
+from zeroaccel.errors import UsageError, listed
 from zeroaccel.logs import log_once
 from zeroaccel.zero.access.param_registry import ParamHandle, ParamRegistry, handle_of
 from zeroaccel.zero.coordinator import OnDemandUnshard, ParamCoordinator
 from zeroaccel.zero.layout import FlatTensor, whole_of
-from zeroaccel.zero.param_unit import ParamUnit
+from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
 from zeroaccel.zero.tensor_subclasses import local, scales_of, set_local, unshard_released
+
+_Version = tuple[FlatBuffer, int, int]
+"""A parameter's buffer, its index, and torch's counter of in-place writes to it."""
 
 
 class _UnownedWrite(UsageError):
@@ -80,6 +83,7 @@ class GatheredParameters:
         self._before: dict[int, Tensor] = {}
         self._handles: list[ParamHandle] = []
         self._masters: dict[int, Tensor] = {}
+        self._versions: list[_Version] = []  # of all parameters that the block unshards
         self._saving = ExitStack()
 
     def __enter__(self) -> None:
@@ -98,7 +102,9 @@ class GatheredParameters:
                 _refuse_split(handles)
             if self._rank is not None or self._discards:
                 registry.before_write()
-            registry.acquire(_units(handles), handles)
+            registry.acquire(_units(handles))
+            for buffer in (buffer for unit in _units(handles) for buffer in unit.buffers if not buffer.persistent):
+                self._versions += [(buffer, index, param._version) for index, param in enumerate(buffer.params)]
             for handle in handles:
                 registry.write_detector.enter(handle.buffer, handle.index, writes=self._rank is not None)
                 if self._discards and handle.buffer.persistent:  # for a sharded buffer, the shard keeps the values
@@ -116,12 +122,12 @@ class GatheredParameters:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._saving.close()
-        handles, self._handles = self._handles, []
+        handles, self._handles, versions, self._versions = self._handles, [], self._versions, []
         for registry, own in _by_registry(handles):
             # A loop over named parameters often needs the same unit again next.
             keep_values = kind is None and (self._rank is None or not any(h.buffer.shard.rounds_writes for h in own))
             try:
-                self._settle(registry, own, error)
+                self._settle(registry, own, error, versions)
             except _UnownedWrite as write:
                 keep_values = False
                 if not self._discards:
@@ -136,13 +142,19 @@ class GatheredParameters:
                     handle.buffer.accept_write(handle.index)
                 registry.release(_units(own), keep_values=keep_values)
 
-    def _settle(self, registry: ParamRegistry, handles: Sequence[ParamHandle], raised: BaseException | None) -> None:
+    def _settle(
+        self,
+        registry: ParamRegistry,
+        handles: Sequence[ParamHandle],
+        raised: BaseException | None,
+        versions: Sequence[_Version],
+    ) -> None:
         # Errors may differ between ranks. All agree before the broadcast, so that no rank waits there for a failed one.
         error = raised if isinstance(raised, Exception) else None
         if raised is None:
             for handle in handles if self._rank is not None else ():
                 take_assigned(handle)
-            error = _replaced(handles, self._discards)
+            error = _replaced(handles, self._discards) or _unnamed_writes(registry, handles, versions)
             if error is None and self._rank is None:
                 error = _written(registry, handles)
         elif error is None:
@@ -215,7 +227,6 @@ def gathered(registry: ParamRegistry, coordinator: ParamCoordinator, budget: int
     sharded = [unit for unit in registry.units if not unit.persistent]
     pinned = _that_fit(sharded, budget)
     registry.acquire(pinned)
-    registry.complete()  # ranks that run different forwards gather only whole units
     coordinator.end_step()  # if a unit stayed unsharded on some ranks, only the others would gather it
     coordinator.on_demand = on_demand = OnDemandUnshard(sharded, collectives)
     try:
@@ -346,6 +357,28 @@ def _refuse_split(handles: Sequence[ParamHandle]) -> None:
                 got=f"a part of shape {handle.slot.shape}, because an axis of the mesh splits the parameter",
                 fix="write it with zero.safe_set_full_fp32_param",
             )
+
+
+def _unnamed_writes(
+    registry: ParamRegistry, handles: Sequence[ParamHandle], versions: Sequence[_Version]
+) -> UsageError | None:
+    """Returns the error for writes, since `versions`, to other parameters of the units."""
+    buffers = {id(buffer) for unit in _units(handles) for buffer in unit.buffers}
+    names = []
+    for buffer, index, before in versions:
+        is_written = buffer.params[index]._version not in (before, buffer.versions[index])
+        if is_written and id(buffer) in buffers and not registry.write_detector.observes(buffer, index):
+            names.append(buffer.layout.slots[index].fqn)
+            buffer.accept_write(index)  # a gather will overwrite it
+    if not names:
+        return None
+    return _UnownedWrite(
+        f"GatheredParameters({handles[0].slot.fqn}): {listed(names, most=3)} written",
+        expected="writes to parameters that the block names",
+        got="a write to another parameter of the same unit, which is lost",
+        fix="name it too, with the rank whose values all ranks should get: "
+        "GatheredParameters(module.parameters(), modifier_rank=0)",
+    )
 
 
 def _written(registry: ParamRegistry, handles: Sequence[ParamHandle]) -> UsageError | None:

@@ -32,7 +32,6 @@ from zeroaccel.logs import log_once
 from zeroaccel.zero.access.safetensors_file import TensorLocation, dtype_of, pread_into
 
 _CHUNK_NBYTES = 8 << 20  # of one read, and of the result of one computation
-_SEEK_NBYTES = 1024  # a further read costs about as much as reading this many bytes
 _MOST_SPAN_NBYTES = 32 << 20
 
 Box = tuple[tuple[int, int], ...]
@@ -83,6 +82,8 @@ class Node(ABC):
 
     sources: Any = ()
     """The lazy tensors that the values come from, in nested containers."""
+    seek_nbytes = 64 << 10
+    """A further run of elements costs about as much time as this many more bytes in one run."""
 
     @abstractmethod
     def fill(self, box: Box, out: Tensor) -> None:
@@ -96,6 +97,8 @@ class Node(ABC):
 
 class Stored(Node):
     """A tensor in a safetensors file."""
+
+    seek_nbytes = 1024
 
     def __init__(self, name: str, place: TensorLocation, file: OpenFile) -> None:
         super().__init__(place.shape, dtype_of(place.dtype))
@@ -464,7 +467,7 @@ def _fill_runs(node: Node, start: int, sizes: Sequence[int], strides: Sequence[i
         stride, size, _ = dims[inner - 1]
         longer = (size - 1) * stride + span
         dense = stride == span
-        cheaper = longer * itemsize <= min(size * (_SEEK_NBYTES + span * itemsize), _MOST_SPAN_NBYTES)
+        cheaper = longer * itemsize <= min(size * (node.seek_nbytes + span * itemsize), _MOST_SPAN_NBYTES)
         if not dense and not cheaper:
             break
         span, inner = longer, inner - 1

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,8 @@ class SafetensorsFolder:
     """The tensors of safetensors files by name; values are read only on request.
 
     Args:
-        path: a file, a folder with at least one, an index (`*.index.json`) that maps tensors to files, or files.
+        path: a file, a folder with at least one, an index (`*.safetensors.index.json`), or files.
+        indexed: the index of several files: name of a tensor -> name of its file.
 
     Attributes:
         tensors: name -> location.
@@ -44,10 +46,11 @@ class SafetensorsFolder:
         UsageError: a file is missing, damaged or incomplete, or two files have a tensor of one name.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | Sequence[Path]) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str] | Sequence[Path], indexed: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self.tensors: dict[str, TensorLocation] = {}
         self._files: dict[Path, OpenFile] = {}
-        indexed: Mapping[str, str] = {}
         if isinstance(path, (str, os.PathLike)):
             files, indexed = _files(Path(path))
         else:
@@ -321,7 +324,7 @@ def _make_real(
 
 def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
     """Returns the files of a file, folder or index, and the index: name of a tensor -> name of its file."""
-    if path.name.endswith(".index.json"):
+    if ".index." in path.name and path.suffix == ".json":
         return _indexed(path)
     if path.is_dir():
         index = sorted(path.glob("*.safetensors.index.json"))

@@ -34,12 +34,6 @@ _NUMBERS = itertools.count()
 _REGISTRY = "_zero_registry"
 
 
-class Pin(Protocol):
-    """Unshards a unit, or with `wanted` at least those of its parameters."""
-
-    def __call__(self, unit: ParamUnit, wanted: Sequence[tuple[FlatBuffer, int]] | None = None, /) -> None: ...
-
-
 class Unpin(Protocol):
     """Reshards a unit."""
 
@@ -93,8 +87,7 @@ class ParamHandle:
     @property
     def is_absent(self) -> bool:
         """True if the parameter is not gathered on this rank, and therefore reads as NaN."""
-        is_sharded = self.unit.state is ShardState.SHARDED and not self.buffer.persistent
-        return is_sharded and self.index not in self.buffer.shown
+        return self.unit.state is ShardState.SHARDED and not self.buffer.persistent
 
     @property
     def replaced(self) -> bool:
@@ -121,7 +114,7 @@ class ParamRegistry:
         self,
         collectives: Collectives,
         *,
-        pin: Pin,
+        pin: Callable[[ParamUnit], None],
         unpin: Unpin,
         on_empty: Callable[[ParamUnit], None] | None = None,
         training: Training | None = None,
@@ -207,19 +200,14 @@ class ParamRegistry:
         """Returns True if the unit has holders."""
         return id(unit) in self._holders
 
-    def acquire(self, units: Sequence[ParamUnit], handles: Sequence[ParamHandle] = ()) -> None:
-        """Adds a holder to units, which stay unsharded until `release`. (all ranks, same units in the same order)
-
-        Args:
-            handles: the parameters to unshard, if not all of the units' parameters.
-        """
-        # Counted per unit, because nested `GatheredParameters` may name parameters of one unit: an inner block gathers
-        # those that are still sharded, and only the last release reshards.
+    def acquire(self, units: Sequence[ParamUnit]) -> None:
+        """Adds a holder to units, which stay unsharded until `release`. (all ranks, same units in the same order)"""
+        # Counted per unit, because nested `GatheredParameters` may name parameters of one unit, and only the last
+        # release reshards.
         for unit in units:
             count = self._holders.get(id(unit), 0)
-            if not count or unit.state is ShardState.SHARDED:
-                wanted = [(handle.buffer, handle.index) for handle in handles if handle.unit is unit]
-                self._pin(unit, wanted or None)
+            if not count:
+                self._pin(unit)
             self._holders[id(unit)] = count + 1
 
     def release(self, units: Sequence[ParamUnit], *, keep_values: bool = False) -> None:
@@ -234,12 +222,6 @@ class ParamRegistry:
                 self._holders[id(unit)] = count
             else:
                 self._unpin(unit, keep_values=keep_values and unit is units[-1])
-
-    def complete(self) -> None:
-        """Unshards all parameters of every unit that has holders. (all ranks)"""
-        for unit in self.units:
-            if self.is_acquired(unit) and unit.state is ShardState.SHARDED:
-                self._pin(unit)
 
     def require_free(self, call: str) -> None:
         """Raises EngineStateError while a unit has holders, because `call` would change its weights."""

@@ -7,7 +7,7 @@ rank decodes into the full buffer; if every rank has the whole code, decoding ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -37,7 +37,6 @@ class CodeShard(ShardStorage):
         super().__init__(place, persistent=whole)
         self._codec = FORMATS[format]
         self._device = place.full.device
-        self._whole = whole
         nbytes = code_nbytes(format, self.range.numel)
         ranks = 1 if whole else place.layout.world_size
         self._bytes = FlatLayout((), ranks * nbytes, (nbytes,) * ranks)
@@ -81,10 +80,10 @@ class CodeShard(ShardStorage):
 
     # -- gathers
 
-    def all_gather(self, full: Tensor, collectives: Collectives, label: str, *, exact: bool) -> Work:
+    def prepare_gather(self, full: Tensor, collectives: Collectives, label: str, *, exact: bool) -> Callable[[], Work]:
         if self._bytes.world_size == 1 and (code := self.gather_input()).device == full.device:
             decode(code, self._codec, full)
-            return DONE
+            return lambda: DONE
         codes = full.new_empty(self._bytes.numel, dtype=torch.uint8)
 
         def take() -> None:
@@ -92,24 +91,20 @@ class CodeShard(ShardStorage):
                 self.secondary.keep(codes, collectives)
             self._decode_rows(codes, full)
 
-        return _DecodedGather(self._codes.all_gather(codes, collectives, label, exact=True), take)
+        gather = self._codes.prepare_gather(codes, collectives, label, exact=True)
+        return lambda: _DecodedGather(gather(), take)
 
-    def gather_secondary(self, full: Tensor, collectives: Collectives, label: str) -> Work:
+    def prepare_secondary_gather(self, full: Tensor, collectives: Collectives, label: str) -> Callable[[], Work]:
         codes = full.new_empty(self._bytes.numel, dtype=torch.uint8)
-        gather = self.secondary.all_gather(codes, collectives, label)
-        return _DecodedGather(gather, lambda: self._decode_rows(codes, full))
+        gather = self.secondary.prepare_gather(codes, collectives, label)
+        return lambda: _DecodedGather(gather(), lambda: self._decode_rows(codes, full))
 
     def keep_secondary(self, full: Tensor, collectives: Collectives) -> None:
-        """Does nothing: `all_gather` has copied a part of the codes, which are smaller than the values."""
+        """Does nothing: `prepare_gather` has copied a part of the codes, which are smaller than the values."""
 
     def _decode_rows(self, codes: Tensor, full: Tensor) -> None:
         ranks = self._bytes.world_size
         decode_rows(codes.view(ranks, -1), self._codec, full.view(ranks, -1))
-
-    def all_gather_part(
-        self, part: FlatRange, full: Tensor, collectives: Collectives, label: str, numels: Sequence[int]
-    ) -> Work:
-        return DONE if self._whole else super().all_gather_part(part, full, collectives, label, numels)
 
     # -- the bytes
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from zeroaccel.comm.collectives import Work
+from zeroaccel.offload import copying_stream
 from zeroaccel.offload.host_buffers import HostArena
 from zeroaccel.telemetry.timeline import span
 
@@ -86,16 +87,19 @@ class CopyStream:
     Args:
         device: an accelerator.
         pinned: page-lock host memory; without it, copies block and do not overlap with computation.
+
+    Attributes:
+        device, pinned: as passed in.
     """
 
     def __init__(self, device: torch.device, *, pinned: bool) -> None:
         self.pinned = pinned
-        self._device = device
+        self.device = device
         self._streams = torch.get_device_module(device)
         self._arena = HostArena(pinned=pinned)  # copies to the host have the same sizes in every step
         # The device has a copy engine for each direction: gradients leave while weights arrive.
-        self._to_device = self._streams.Stream(device)
-        self._to_host = self._streams.Stream(device)
+        self._to_device = copying_stream(device)
+        self._to_host = copying_stream(device)
         self._joining = self._streams.Stream(device)  # waits for the work behind a source, not for earlier copies
         # Events after the last copy of each direction for which the host has not waited.
         self._last_read: torch.Event | None = None
@@ -114,7 +118,7 @@ class CopyStream:
             pinned memory keeps it until the copy is complete.
         """
         # Before the copy: the allocator may have reused memory of `target` that kernels of this stream still read.
-        self._to_device.wait_stream(self._streams.current_stream(self._device))
+        self._to_device.wait_stream(self._streams.current_stream(self.device))
         self._await_writes()
         with self._streams.stream(self._to_device):
             with span("copy", "to device", lane="copies to device"):
@@ -136,7 +140,7 @@ class CopyStream:
         # The arena requires that all copies into its memory are on one stream, as here.
         host = self._arena.empty(source.shape, source.dtype)
         ready, copied = self._streams.Event(), self._streams.Event()
-        self._joining.wait_stream(self._streams.current_stream(self._device))
+        self._joining.wait_stream(self._streams.current_stream(self.device))
         with self._streams.stream(self._joining):
             work.wait()
             examine(source)
@@ -150,7 +154,7 @@ class CopyStream:
 
     def write_host(self, target: Tensor, source: Tensor) -> None:
         """Starts to copy `source` to `target`, in host memory; the values are there after `finish_writes`."""
-        self._to_host.wait_stream(self._streams.current_stream(self._device))
+        self._to_host.wait_stream(self._streams.current_stream(self.device))
         with self._streams.stream(self._to_host), span("copy", "to host", lane="copies to host"):
             target.copy_(source, non_blocking=self.pinned)
             self._last_write = self._streams.Event()
@@ -165,11 +169,11 @@ class CopyStream:
 
     def join(self) -> None:
         """Makes the current stream wait for `work` and `examine` of every copy to the host."""
-        self._streams.current_stream(self._device).wait_stream(self._joining)
+        self._streams.current_stream(self.device).wait_stream(self._joining)
 
     def wait(self) -> None:
         """Makes the current stream wait for all copies to the device so far."""
-        self._streams.current_stream(self._device).wait_stream(self._to_device)
+        self._streams.current_stream(self.device).wait_stream(self._to_device)
 
     def finish_reads(self) -> None:
         """Blocks until no copy to the device reads host memory; the host may then change it."""

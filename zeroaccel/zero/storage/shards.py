@@ -12,6 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -77,7 +78,7 @@ class ShardStorage(ABC):
     `commit` and `discard`, and `prefetch`, `swap_in`, `release` with `is_swapped`. It also needs an entry in
     `placement.SHARD_STORAGES`.
 
-    A gather calls 1. `prefetch`, if it is known early, 2. `swap_in`, 3. `all_gather`, 4. `release` when it is complete.
+    A gather calls 1. `prefetch`, if it is known early, 2. `swap_in`, 3. `prepare_gather`, 4. `release` at its end.
     An update calls `stage`, whose tensor the optimizer fills, then `commit`, or `discard` if it fails.
 
     Attributes:
@@ -190,55 +191,31 @@ class ShardStorage(ABC):
         staged.copy_(self.read(self.range))
         return staged
 
-    def all_gather(self, full: Tensor, collectives: Collectives, label: str, *, exact: bool) -> Work:
-        """Starts an all-gather over the shard group, (S,) -> (N,) into `full`.
+    def prepare_gather(self, full: Tensor, collectives: Collectives, label: str, *, exact: bool) -> Callable[[], Work]:
+        """Returns the call that starts an all-gather over the shard group, (S,) -> (N,) into `full`.
 
         Args:
             exact: False for weights of a forward or backward, which the gather may round.
         """
         source = self.gather_input()
+        # qwZ rounds the values it sends. Gathers for saving, writing or showing weights to the program are exact.
+        rounds = collectives.quantized_weights and not exact
+        gather = collectives.gather_weights if rounds else collectives.all_gather
         if source.device == full.device:
-            return self._gather(source, full, collectives, label, exact=exact)
+            return partial(gather, full, source, label, self._split_sizes)
         # Copy directly into this rank's part of the output, so that the gather is in place; it follows on this stream.
         assert self.copies is not None, f"{label}: a shard on {source.device} and no stream to copy it"
         own = full[self._shard.at(0)]
         self._copied = self.copies.to_device(own, source)
-        with self.copies.stream():
-            return _CopiedGather(self._copied, self._gather(own, full, collectives, label, exact=exact), full.device)
+        return partial(_CopiedGather, self._copied, self.copies, partial(gather, full, own, label, self._split_sizes))
 
-    def gather_secondary(self, full: Tensor, collectives: Collectives, label: str) -> Work:
-        """Starts an all-gather of the valid secondary copy into `full`, (N,)."""
-        return self.secondary.all_gather(full, collectives, label)
+    def prepare_secondary_gather(self, full: Tensor, collectives: Collectives, label: str) -> Callable[[], Work]:
+        """Returns the call that starts an all-gather of the valid secondary copy into `full`, (N,)."""
+        return self.secondary.prepare_gather(full, collectives, label)
 
     def keep_secondary(self, full: Tensor, collectives: Collectives) -> None:
         """Makes the secondary copy from the gathered values `full`, (N,), if hpZ is on."""
         self.secondary.keep(full, collectives)
-
-    def copy_own(self, part: FlatRange, full: Tensor) -> None:
-        """Copies this rank's elements of `part` into `full`, (N,), for `all_gather_part`.
-
-        Raises:
-            OffloadError: reading them failed.
-        """
-        own = part & self.range
-        if own:
-            full[own.at(0)].copy_(self.read(own))
-
-    def all_gather_part(
-        self, part: FlatRange, full: Tensor, collectives: Collectives, label: str, numels: Sequence[int]
-    ) -> Work:
-        """Starts an all-gather of only the elements of `part` into `full`, which already has this rank's.
-
-        Args:
-            numels: number of elements of `part` in the shard of each rank.
-        """
-        return collectives.all_gather(full[part.at(0)], full[(part & self._shard).at(0)], label, numels)
-
-    def _gather(self, source: Tensor, full: Tensor, collectives: Collectives, label: str, *, exact: bool) -> Work:
-        # qwZ rounds the values it sends. Gathers for saving, writing or showing weights to the program are exact.
-        if collectives.quantized_weights and not exact:
-            return collectives.gather_weights(full, source, label, self._split_sizes)
-        return collectives.all_gather(full, source, label, self._split_sizes)
 
 
 class _CopiedGather:
@@ -246,12 +223,15 @@ class _CopiedGather:
 
     Args:
         copied: event right after the copy: a unit must not wait for the copies of later units.
+        copies: the stream of the copy, on which the gather starts.
+        gather: starts the gather.
     """
 
-    def __init__(self, copied: torch.Event, gather: Work, device: torch.device) -> None:
+    def __init__(self, copied: torch.Event, copies: CopyStream, gather: Callable[[], Work]) -> None:
         self._copied = copied
-        self._gather = gather
-        self._device = device
+        self._device = copies.device
+        with copies.stream():
+            self._gather = gather()
 
     def wait(self) -> None:
         """See `Work`."""
@@ -413,7 +393,7 @@ class SecondaryShard:
     """ZeRO++'s hpZ (Wang et al. 2023, arXiv:2306.10209): a second sharded copy of one buffer, over fewer ranks than
     the shards, from which backward gathers.
 
-    1. `keep` when a forward reshards, 2. `all_gather` while `is_valid`, 3. `drop` when the weights change.
+    1. `keep` when a forward reshards, 2. `prepare_gather` while `is_valid`, 3. `drop` when the weights change.
     """
 
     def __init__(self) -> None:
@@ -433,10 +413,10 @@ class SecondaryShard:
             place = collectives.secondary_rank
             self._part = full[place * numel : (place + 1) * numel].clone()
 
-    def all_gather(self, full: Tensor, collectives: Collectives, label: str) -> Work:
-        """Starts an all-gather over the ranks of the copy into `full`, (N,)."""
+    def prepare_gather(self, full: Tensor, collectives: Collectives, label: str) -> Callable[[], Work]:
+        """Returns the call that starts an all-gather over the ranks of the copy into `full`, (N,)."""
         assert self._part is not None, f"{label}: no secondary copy"
-        return collectives.gather_secondary(full, self._part, label)
+        return partial(collectives.gather_secondary, full, self._part, label)
 
     def drop(self) -> None:
         """Drops the copy, because the weights change."""

@@ -1,0 +1,131 @@
+"""Reports of a run: tokens per second over the ranks, and parameters that no backward has reached."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeroaccel
+from tests.support.pool import Ranks
+from tests.support.training import config, recording, train_step
+from zeroaccel.logs import logger
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+class _Towers(nn.Module):
+    """A tower that all ranks use, one that only rank 1 uses, and one that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.used, self.sometimes, self.never = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, sometimes: bool) -> Tensor:
+        x = self.frozen(self.used(self.embedding(input_ids)))
+        return (self.sometimes(x) if sometimes else x).square().mean()
+
+
+def _lines(changes: dict[str, Any], steps: int) -> tuple[list[str], int]:
+    """Trains; returns this rank's lines and the number of exchanges of tokens."""
+    lines = _Lines()
+    logger.addHandler(lines)
+    torch.manual_seed(3)
+    counted = recording()
+    engine, *_ = zeroaccel.initialize(_Towers(), config={**config(3), **changes}, collectives=counted)
+    rank = engine.collectives.rank
+    counted.reset()
+    for _ in range(steps):
+        ids = torch.randint(0, 16, (2, 4 * (1 + rank)))
+        mask = torch.ones_like(ids)
+        mask[0, 2:] = 0
+        train_step(engine, engine(ids, attention_mask=mask, sometimes=rank == 1))
+    exchanges = sum(call.label.startswith("tokens of the ranks") for call in counted.calls)
+    engine.destroy()
+    logger.removeHandler(lines)
+    return lines.texts, exchanges
+
+
+def test_parameters_that_no_rank_trains_are_named_once(ranks: Ranks) -> None:
+    (first, _), (second, _) = ranks(2).run(_lines, {"steps_per_print": None}, 12)
+    assert second == []
+    (text,) = [line for line in first if "never had a gradient" in line]
+    assert "step 10: 2 trainable parameters" in text
+    assert "never.weight, never.bias" in text
+    assert "sometimes" not in text
+    assert "frozen" not in text
+
+
+def test_a_run_of_fewer_steps_says_nothing(ranks: Ranks) -> None:
+    (first, _), _ = ranks(2).run(_lines, {"steps_per_print": None}, 9)
+    assert first == []
+
+
+def test_step_lines_count_the_tokens_of_all_ranks(ranks: Ranks) -> None:
+    (first, exchanges), (second, others) = ranks(2).run(_lines, {"steps_per_print": 2, "peak_tflops": 1.0}, 4)
+    # The time starts after the first step, so the line at step 2 has the one step since.
+    assert (exchanges, others, second) == (2, 2, [])
+    for line in first:
+        assert " tokens/s | " in line
+        assert "(MFU " in line
+        assert "padding 33.3 % | " in line  # of 8 + 16 positions, 2 + 6 are hidden
+        assert line.endswith("slowest rank 1: 1.33x the mean tokens")
+    assert len(first) == 2
+
+
+def test_runs_without_lines_exchange_no_tokens(ranks: Ranks) -> None:
+    assert [exchanges for _, exchanges in ranks(2).run(_lines, {"steps_per_print": None}, 2)] == [0, 0]
+
+
+def _spiked(changes: dict[str, Any], spike: bool) -> tuple[list[str], list[float | None]]:
+    """Trains 14 steps; in the last but one, rank 1's second micro-batch has labels that are far off."""
+    lines = _Lines()
+    logger.addHandler(lines)
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    settings = {**config(3), "gradient_accumulation_steps": 2, "steps_per_print": 100, **changes}
+    engine, *_ = zeroaccel.initialize(model, config=settings)
+    rank, norms = engine.collectives.rank, []
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(14):
+        for micro in range(2):
+            x = torch.randn(4, 4, generator=generator)
+            far = 100.0 if spike and step == 12 and rank == 1 and micro == 1 else 0.0
+            engine.backward((engine(x) - x.sum(1, keepdim=True) - far).square().mean())
+            engine.step()
+        norms.append(engine.get_global_grad_norm())
+    engine.destroy()
+    logger.removeHandler(lines)
+    return lines.texts, norms
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_spike_names_units_rank_and_samples(ranks: Ranks, stage: int) -> None:
+    changes = {"zero_optimization": {"stage": stage}}
+    (first, _), (second, _) = ranks(2).run(_spiked, changes, spike=True)
+    assert second == []
+    (text,) = first
+    assert text.startswith("step 13: gradient norm ")
+    assert "by unit: " in text
+    assert "on rank 1, micro-batch 1, " in text
+    samples = 2 * 2 * config(3)["train_micro_batch_size_per_gpu"]
+    assert text.endswith(f"samples {12 * samples} to {13 * samples - 1} of this run")
+
+
+def test_a_steady_run_has_no_spike_and_watching_changes_no_norm(ranks: Ranks) -> None:
+    watched = ranks(2).run(_spiked, {}, spike=False)
+    plain = ranks(2).run(_spiked, {"steps_per_print": None}, spike=False)
+    assert [texts for texts, _ in watched] == [[], []]
+    assert [norms for _, norms in watched] == [norms for _, norms in plain]

@@ -1,0 +1,159 @@
+"""Tokens and FLOPs that a run reports, against torch's counter of operations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, PreTrainedModel
+
+from tests.support.mixtures import small_mixture
+from zeroaccel.telemetry.throughput import (
+    DataWait,
+    ModelWork,
+    Rates,
+    Throughput,
+    peak_tflops,
+    slowest_rank,
+    work_of,
+)
+from zeroaccel.zero.wrap_policy import has_expert_interface
+
+SHAPE = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def _llama(**changes: Any) -> LlamaForCausalLM:
+    return LlamaForCausalLM(
+        LlamaConfig(**{**SHAPE, "num_key_value_heads": 2, "attn_implementation": "eager", **changes})
+    )
+
+
+def _work(model: nn.Module) -> ModelWork:
+    weights = {name: (param.shape, param.requires_grad) for name, param in model.named_parameters()}
+    return work_of(model, weights, [module for module in model.modules() if has_expert_interface(module)])
+
+
+def _counted(model: PreTrainedModel, rows: int, length: int) -> int:
+    ids = torch.randint(0, 96, (rows, length))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids).loss.backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_work_is_that_of_the_operations(tied: bool) -> None:
+    model = _llama(tie_word_embeddings=tied)
+    assert _work(model).of(tokens=3 * 16, length=16) == _counted(model, 3, 16)
+
+
+def test_work_of_frozen_weights_has_no_gradient_of_weights() -> None:
+    model = _llama()
+    model.model.layers[1].requires_grad_(False)
+    model.lm_head.requires_grad_(False)
+    assert _work(model).of(tokens=3 * 16, length=16) == _counted(model, 3, 16)
+
+
+def test_a_token_uses_the_chosen_experts_only() -> None:
+    model = small_mixture("Olmoe")
+    config = model.config
+    share = config.num_experts_per_tok / next(m.num_experts for m in model.modules() if has_expert_interface(m))
+    all_experts = sum(p.numel() for m in model.modules() if has_expert_interface(m) for p in m.parameters())
+    dense = (
+        sum(p.numel() for p in model.parameters() if p.dim() > 1)
+        - all_experts
+        - model.get_input_embeddings().weight.numel()
+    )
+    assert _work(model).per_token == pytest.approx(6 * (dense + share * all_experts))
+
+
+def test_windows_bound_the_positions() -> None:
+    full = _work(nn.ModuleDict({"a": nn.Linear(2, 2)}))
+    assert full == ModelWork(6.0 * 4)
+    model = nn.Linear(2, 2, bias=False)
+    model.config = MistralConfig(**SHAPE, sliding_window=8)
+    model.config.layer_types = ["sliding_attention", "full_attention"]
+    work = _work(model)
+    assert (work.per_token_and_position, work.windows) == (12.0 * 32, ((12.0 * 32, 8),))
+    assert work.of(tokens=1, length=4) == 24 + 2 * 12 * 32 * 4
+
+
+def _rates(throughput: Throughput) -> Rates:
+    rates = throughput.take()
+    assert rates is not None, "the first call only starts the time"
+    return rates
+
+
+def test_rates_are_those_of_all_ranks() -> None:
+    def gather(own: tuple[float, ...]) -> list[tuple[float, ...]]:
+        return [own, (10.0, 100.0, 4e12, 0.5)]
+
+    throughput = Throughput(ModelWork(1e12), 2.0, gather)
+    assert throughput.take() is None
+    ids = torch.zeros(2, 5, dtype=torch.int64)
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    throughput.count((), {"input_ids": ids, "attention_mask": mask})
+    throughput.count((ids,), {})  # without a mask, every position is a token
+    rates = _rates(throughput)
+    assert rates.padding == pytest.approx(1 - (18 + 10) / 120)
+    assert rates.tflops is not None
+    assert rates.mfu == pytest.approx(rates.tflops / 2)
+    assert rates.tokens_per_second is not None
+    assert rates.tflops / rates.tokens_per_second == pytest.approx((20 + 4) / 2 / 28)
+    assert rates.slowest == "slowest rank 1: waits 50 % of the time for data, the others 0 %"
+
+
+def test_inputs_that_are_no_tokens_give_no_rate_of_tokens() -> None:
+    throughput = Throughput(ModelWork(1e12), None, lambda own: [own])
+    throughput.start()
+    throughput.count((torch.zeros(2, 3),), {})
+    rates = _rates(throughput)
+    assert (rates.tokens_per_second, rates.tflops, rates.mfu) == (None, None, None)
+    assert "tokens" not in rates.text()
+    assert set(rates.events()) == {"Rate/data_wait"}
+
+
+def test_text_leaves_out_what_is_not_known() -> None:
+    rates = Rates(5120.4, 0.031, 1.25, 0.125, 0.004, "")
+    assert rates.text() == "5120 tokens/s | 1.25 TFLOPS (MFU 12.5 %) | padding 3.1 % | data 0.4 %"
+    assert Rates(None, 0.0, None, None, 0.0, "").text() == ""
+
+
+def test_waiting_counts_only_the_source_and_closes_it() -> None:
+    closed = []
+
+    def source() -> Any:
+        try:
+            yield from range(3)
+        finally:
+            closed.append(True)
+
+    wait = DataWait()
+    batches = wait.timed(source())
+    assert next(batches) == 0
+    assert wait.seconds > 0
+    batches.close()
+    assert closed == [True]
+    assert list(DataWait().timed([1, 2])) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA L40S", 362.0),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("Tesla T4", 65.0),
+        ("another device", None),
+    ],
+)
+def test_peak_of_a_device(name: str, peak: float | None) -> None:
+    assert peak_tflops(name) == peak
+
+
+def test_one_rank_is_never_the_slowest() -> None:
+    assert slowest_rank([100.0], [0.9]) == ""

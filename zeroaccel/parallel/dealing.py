@@ -1,0 +1,191 @@
+"""Dealing of heads to the ranks that share a sequence, and the exchange between runs of tokens and shares of heads.
+
+Before an operation along the sequence, each rank has s tokens of all heads; for it, all S tokens of some heads:
+
+```text
+(H, s, ...)  of each rank  <->  (H_r, S, ...), H_r heads of rank r
+```
+
+**Heads** need not divide: 28 heads of 8 ranks are 3 or 4 each. **Groups** (key heads of grouped-query attention, B and
+C of Mamba-2) go with the heads that read them. An operation expects the same number of heads for each group, so a share
+that reads 2 heads of one group and 4 of the next receives the second one twice (`groups_of`); autograd sums the
+gradients of copies.
+
+**More ranks than heads** share a head and deal its queries, each for all keys. Of 2 v pieces in order, a rank takes the
+i-th from the front and from the end, so that causal attention costs each the same (zig-zag order: Zhu, 2024,
+github.com/zhuzilin/ring-flash-attention).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from zeroaccel.parallel.sequence import SequenceGroup
+
+
+def groups_of(share: range, heads: int, groups: int) -> list[int]:
+    """Returns the groups that a share of heads reads, one for each equal run of its heads.
+
+    Example:
+        >>> groups_of(range(2, 6), 8, 2), groups_of(range(0, 3), 6, 3), groups_of(range(1, 4), 4, 2)
+        ([0, 1], [0, 0, 1], [0, 1, 1])
+    """
+    of_heads = [head * groups // heads for head in share]
+    run = math.gcd(*(len(list(same)) for _, same in itertools.groupby(of_heads)))
+    return of_heads[::run] if run else []
+
+
+@dataclass(frozen=True)
+class Dealing:
+    """The heads and queries of each rank.
+
+    Attributes:
+        heads: H.
+        ranks: P.
+        deals_queries: more ranks than heads deal the queries of a head; otherwise some ranks have no head.
+    """
+
+    heads: int
+    ranks: int
+    deals_queries: bool = False
+
+    @cached_property
+    def query_parts(self) -> int:
+        """Number of ranks that share each head, v."""
+        if not self.deals_queries or self.ranks <= self.heads:
+            return 1
+        return next(
+            parts for parts in range(1, self.ranks + 1) if self.ranks % parts == 0 and self.ranks // parts <= self.heads
+        )
+
+    def share(self, rank: int) -> range:
+        """Returns the heads of a rank."""
+        parts, part = self.ranks // self.query_parts, rank // self.query_parts
+        return range(part * self.heads // parts, (part + 1) * self.heads // parts)
+
+    def groups(self, rank: int, groups: int) -> list[int]:
+        """Returns the groups of a rank, of `groups` in all."""
+        return groups_of(self.share(rank), self.heads, groups)
+
+    def queries(self, source: int, rank: int, run: int) -> list[int]:
+        """Returns which of the tokens of rank `source` are queries of `rank`, of a run of s."""
+        parts = self.query_parts
+        if parts == 1:
+            return list(range(run))
+        pieces = (2 * source, range(run // 2)), (2 * source + 1, range(run // 2, run))
+        return [token for piece, tokens in pieces if self._part(piece) == rank % parts for token in tokens]
+
+    def _part(self, piece: int) -> int:
+        place = piece % (2 * self.query_parts)
+        return min(place, 2 * self.query_parts - 1 - place)
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """A tensor that an exchange deals to the ranks.
+
+    Attributes:
+        tokens: dim of this rank's tokens.
+        heads: dim of heads or groups; None if each rank needs the whole tensor.
+        is_query: only some tokens go to each rank.
+    """
+
+    tensor: Tensor
+    tokens: int
+    heads: int | None = None
+    is_query: bool = False
+
+    def places(self, dealing: Dealing, rank: int) -> list[int]:
+        """Returns the heads or groups that a rank receives; the only one if there is no such dim."""
+        return [0] if self.heads is None else dealing.groups(rank, self.tensor.shape[self.heads])
+
+
+def to_heads(group: SequenceGroup, dealing: Dealing, dealt: Sequence[Dealt], label: str) -> list[Tensor]:
+    """Returns each tensor with all tokens and this rank's heads. Differentiable. (all ranks of the group)
+
+    Tensors of one dtype are exchanged together.
+    """
+    results: list[Tensor | None] = [None] * len(dealt)
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for index, item in enumerate(dealt):
+        by_dtype.setdefault(item.tensor.dtype, []).append(index)
+    for indices in by_dtype.values():
+        fronts = [_front(dealt[index]) for index in indices]
+        parts, shapes = [], []
+        for rank in range(group.size):
+            own = []
+            for index, front in zip(indices, fronts, strict=True):
+                item = dealt[index]
+                sent = _taken(front, 0, item.places(dealing, rank))
+                if item.is_query:
+                    sent = _taken(sent, 1, dealing.queries(group.rank, rank, front.shape[1]))
+                own.append(sent.reshape(-1))
+            parts.append(torch.cat(own))
+            shapes.append(
+                [
+                    _received(dealt[index], front, dealing, rank, group.rank)
+                    for index, front in zip(indices, fronts, strict=True)
+                ]
+            )
+        received = group.exchange_parts(parts, [sum(map(math.prod, of_rank)) for of_rank in shapes], label)
+        runs = [
+            part.split([math.prod(shape) for shape in of_rank]) for part, of_rank in zip(received, shapes, strict=True)
+        ]
+        for place, index in enumerate(indices):
+            whole = torch.cat([runs[r][place].view(shapes[r][place]) for r in range(group.size)], 1)
+            item = dealt[index]
+            back = (
+                whole[0].movedim(0, item.tokens)
+                if item.heads is None
+                else whole.movedim((0, 1), (item.heads, item.tokens))
+            )
+            results[index] = back
+    return [result for result in results if result is not None]
+
+
+def to_tokens(group: SequenceGroup, dealing: Dealing, own: Dealt, run: int, label: str) -> Tensor:
+    """Returns this rank's tokens of all heads, from its heads over all tokens. Differentiable. (all ranks)"""
+    front = _front(own)
+    counts = [len(dealing.queries(rank, group.rank, run)) for rank in range(group.size)]
+    parts = [part.reshape(-1) for part in front.split(counts, 1)]
+    tokens = [dealing.queries(group.rank, rank, run) for rank in range(group.size)]
+    shapes = [(len(dealing.share(rank)), len(tokens[rank]), *front.shape[2:]) for rank in range(group.size)]
+    received = group.exchange_parts(parts, list(map(math.prod, shapes)), label)
+    pieces = [part.view(shape) for part, shape in zip(received, shapes, strict=True)]
+    together = dealing.query_parts
+    if together > 1:
+        shares = []
+        for first in range(0, group.size, together):
+            order = torch.tensor(list(itertools.chain(*tokens[first : first + together])), device=front.device)
+            shares.append(torch.cat(pieces[first : first + together], 1).index_select(1, order.argsort()))
+        pieces = shares
+    assert own.heads is not None, "the outputs of an operation have heads"
+    return torch.cat(pieces, 0).movedim((0, 1), (own.heads, own.tokens))
+
+
+def _front(item: Dealt) -> Tensor:
+    """Returns the tensor as (heads, tokens, ...)."""
+    if item.heads is None:
+        return item.tensor.movedim(item.tokens, 0).unsqueeze(0)
+    return item.tensor.movedim((item.heads, item.tokens), (0, 1))
+
+
+def _received(item: Dealt, front: Tensor, dealing: Dealing, source: int, rank: int) -> tuple[int, ...]:
+    tokens = len(dealing.queries(source, rank, front.shape[1])) if item.is_query else front.shape[1]
+    return (len(item.places(dealing, rank)), tokens, *front.shape[2:])
+
+
+def _taken(tensor: Tensor, dim: int, places: list[int]) -> Tensor:
+    """Selects places of a dim; consecutive ones without a copy."""
+    if not places:
+        return tensor.narrow(dim, 0, 0)
+    if places == list(range(places[0], places[0] + len(places))):
+        return tensor.narrow(dim, places[0], len(places))
+    return tensor.index_select(dim, torch.tensor(places, device=tensor.device))
