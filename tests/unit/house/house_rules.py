@@ -66,7 +66,7 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "compat": 3703,
     "config": 4556,
     "data": 891,
-    "estimate": 2061,
+    "estimate": 2070,
     "offload": 987,
     "ops": 2434,
     "optim": 1305,
