@@ -59,7 +59,7 @@ ENVIRONMENT_READERS = {
 # Folder -> its limit of code lines. A commit that raises a limit states the reason.
 MAX_CODE_LINES: Mapping[str, int] = {
     "": 1228,
-    "accelerate": 4264,
+    "accelerate": 4300,
     "checkpoint": 6072,
     "cli": 7194,
     "comm": 3883,
@@ -75,7 +75,7 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "setup": 1472,
     "telemetry": 1472,
     "utils": 60,
-    "zero": 9035,
+    "zero": 9050,
 }
 LOOSE_LINES = 100
 MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 7
