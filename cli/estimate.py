@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 else:
     _Type = click.ParamType  # generic only in newer releases
 
+COMMUNICATOR_NBYTES = 688_000_000
+"""Device memory of one of NCCL's communicators, which `topology.subgroup` makes in pairs; figures of users differ."""
+
 _UNITS = {"": 10**9, "gb": 10**9, "gib": 2**30, "mb": 10**6, "mib": 2**20, "tb": 10**12, "tib": 2**40}
 _CHARTS = (".html", ".png")
 CODES = ("int8", "nf4", "mxfp4", "bnb_nf4", "bnb_nf4_double")
@@ -167,7 +170,7 @@ def estimate(
         click.echo(json.dumps(_report(model, requested, capacity, rows) | smaller, indent=2))
     else:
         _show(model, requested, capacity, rows, smaller)
-        for words in mesh_remarks(what, requested, capacity, rows[0]):
+        for words in (*mesh_remarks(what, requested, capacity, rows[0]), *communicator_remarks(requested)):
             click.echo(words, err=not words.startswith("GB "))
     if html_path is not None:
         page = _html(f"Memory of {_title(model, requested, rows)}", model, what, requested, capacity)
@@ -502,6 +505,7 @@ def show_meshes(model: str, workload: Workload, capacity: Capacity, rows: Sequen
         remarks.append("add --device_memory 80GB (or --cpu) to see which meshes fit")
     elif not any(row.recommended for row in rows):
         remarks.append("no mesh fits; use more ranks, a smaller batch, or --checkpointing")
+    remarks += [words.removeprefix("zeroaccel: ") for words in communicator_remarks(workload)]
     for words in remarks:
         click.echo(f"zeroaccel: {words}", err=True)
 
@@ -521,6 +525,19 @@ def mesh_remarks(what: Subject, workload: Workload, capacity: Capacity, plan: Pl
         yield f"zeroaccel: memory is for pipeline stage {plan.estimate.pipeline_stage}, which needs the most"
     if words := needless_crossing(what, MeshRow(workload, plan, links), capacity):
         yield f"zeroaccel: {words}"
+
+
+def communicator_remarks(workload: Workload) -> Iterator[str]:
+    """Yields a line about the memory of NCCL's communicators: a gatherer's and a reducer's for each group of a rank."""
+    if workload.ranks == 1:
+        return
+    apart = workload.pp * workload.sp * workload.tp
+    sizes = (workload.pp, workload.sp, workload.tp, workload.ep, workload.ranks // apart)
+    count = 2 * (1 + sum(1 < size < workload.ranks for size in sizes))  # a group of all ranks is made once
+    yield (
+        f"zeroaccel: on GPUs {count} communicators take about {count * COMMUNICATOR_NBYTES / 1e9:.1f} GB of each device"
+        " besides, as reported for 4 A100 with NVLink (NVIDIA/nccl#964); with NCCL_MAX_NCHANNELS=8, less"
+    )
 
 
 def _cells(row: MeshRow, plan: PlanRow) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ from zeroaccel.comm.stop_notice import stop_notice
 from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.rollout.receiver import Packet
 from zeroaccel.rollout.weight_stream import WeightSender
+from zeroaccel.telemetry.norm_spikes import SpikeWatch
 from zeroaccel.telemetry.step_report import OffloadReport, StepReport
 from zeroaccel.telemetry.throughput import Throughput, peak_tflops, work_of
 from zeroaccel.zero.access.full_params import gathered, iter_named_full_params
@@ -77,13 +78,22 @@ class EngineBase(EngineCore):
             report.performance.watch(collectives, tiers.tiers if tiers.is_used else {}, _update_times(optimizer))
         if optimizer is not None:
             report.at_step = UntrainedWatch(self.units, collectives, self.grad_reducer.unreached).step
-            # The stages of a pipeline have no batch in common.
-            if report.watches_inputs and collectives.peers is collectives.job:
-                report.throughput = _throughput(self, report.peak_tflops)
+            if report.watches_inputs:
+                self._watch_steps(report)
         self.at_destroy(report.close)
         self.checkpointer = Checkpointer(self, saving)
         self.weight_sender = WeightSender(self, self.checkpointer.state)
         self._at_stop: list[Callable[[], object]] = []
+
+    def _watch_steps(self, report: StepReport) -> None:
+        """Lets a report that logs steps count tokens and look for spikes."""
+        collectives, boundary = self.collectives, self._require_boundary("initialize")
+        # The stages of a pipeline have neither a batch nor units in common.
+        if collectives.peers is collectives.job:
+            report.throughput = _throughput(self, report.peak_tflops)
+            boundary.takes_norms = True
+        gather = partial(collectives.gather_objects, label="losses of a spike")
+        report.spikes = SpikeWatch(gather, warns=collectives.job.rank == 0, late=boundary.is_known_late)
 
     # -- one micro-batch, and one step
 
@@ -146,6 +156,9 @@ class EngineBase(EngineCore):
             self._update()
             self._report.end("step")
             self._report.step(self)
+            outcome = self._require_boundary("step").outcome
+            if self._report.spikes is not None and outcome is not None:
+                self._report.spikes.step(self.global_steps, self.global_samples, outcome)
             self._stop_if_asked()
 
     def _end_reductions(self) -> None:

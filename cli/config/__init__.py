@@ -1,5 +1,6 @@
 """`zeroaccel config`: creates, changes and explains launch files.
 
-`questions` is one table for the questionnaire (`answers.Walk`, `prompts`), the flags and their checks, and the launch
-file (`config_file`). `config_command` is the command; `explain`, `convert` and `file_commands` have its sub-commands.
+The questions stand in the table of settings; `questions` adds their conditions and checks. The questionnaire
+(`answers.Walk`, `prompts`), the flags of `config_command` and the launch file (`config_file`) derive from them.
+`explain`, `convert` and `file_commands` have the sub-commands.
 """

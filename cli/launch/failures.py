@@ -1,6 +1,6 @@
 """Explains how a job failed: the rank that failed first, its error, the state of the others, and the exit code.
 
-Pure: `agent` collects a `RankEnd` per failed rank of this machine, `launch_command` prints `explain_failure`. The rank
+Pure: `agent` collects a `RankEnd` per failed rank of this machine, `launch_job` prints `explain_failure`. The rank
 that failed first is seldom the one that printed last: the others lose their connection to it and print long errors.
 """
 

@@ -53,9 +53,9 @@ class TypedSettings:
         sources: dict[str, str] = {}
         for name, value, flag in (*_own(typed), *_foreign(switched)):
             if str(values.get(name, value)).lower() != str(value).lower():
-                here, there = f"{flag} {_said(value)}", f"{sources[name]} {_said(values[name])}"
+                here, there = _said(flag, value), _said(sources[name], values[name])
                 fix = "keep one of the two, they are names of one setting"
-                raise ConfigError(f"{here.rstrip()}: conflicts with {there.rstrip()}", fix=fix)
+                raise ConfigError(f"{here}: conflicts with {there}", fix=fix)
             values[name], sources[name] = value, flag
         words = typed.get("fsdp")
         fsdp = {} if words is None else fsdp_of_words(words)
@@ -69,8 +69,9 @@ class TypedSettings:
         )
 
 
-def _said(value: Any) -> str:
-    return "" if value is True else str(value)
+def _said(flag: str, value: Any) -> str:
+    """Returns the words of a flag: a switch has no value."""
+    return flag if value is True or flag.lstrip("-") in SWITCHES else f"{flag} {value}"
 
 
 def _check_refused(typed: Mapping[str, Any]) -> None:

@@ -102,6 +102,7 @@ CASES: Mapping[str, Case] = {
     "stage 2": Case(config(2), 4),
     "stage 2, one rank": Case(config(2)),
     "stage 3": Case(config(3, **_TRAVELS), 4),
+    "stage 3, two ranks": Case(config(3, **_TRAVELS), 2, size=_SHORT),
     "stage 3, one rank": Case(config(3, **_TRAVELS)),
     "stage 3, defaults": Case(config(3), 4),
     "stage 3, fp32": Case(config(3, "fp32", **_TRAVELS), 4),
@@ -238,6 +239,7 @@ CASES: Mapping[str, Case] = {
     "full parameters read and written, both on the host": Case(config(3, **_BOTH_ON_HOST), 1, "full_parameters"),
     "weights to a generator": Case(config(3, **_TRAVELS), 4, "weights_to_a_generator"),
     "weights to a generator, both on the host": Case(config(3, **_BOTH_ON_HOST), 1, "weights_to_a_generator"),
+    "states to the host and back": Case(config(3, **_TRAVELS), 4, "states_to_the_host_and_back"),
     "an input changed in place, activations on the host": Case(
         _with_activations(config(2)), loop="input_changed_in_place"
     ),
@@ -327,6 +329,7 @@ SLOW = frozenset(
         "stage 3, both on the host, update during the next step",
         "stage 3, hpZ",
         "stage 3, one rank",
+        "stage 3, two ranks",
         "stage 3, qwZ",
         "stage 3, qwZ in e4m3",
         "stage 2, activations on the host",

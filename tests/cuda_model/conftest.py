@@ -40,6 +40,11 @@ class ModelProcess:
         """Runs a part of `benchmarks/gpu`, as `gpu_parts.run_part` does."""
         return self._ask({"part": name})
 
+    def deadlocks(self, order: str) -> list[str]:
+        """Returns the deadlocks of two ranks at stage 3 with a change of `planted_bugs.ORDERS`."""
+        found: list[str] = self._ask({"order": order}).deadlocks
+        return found
+
     def _run(self, case: str, bug: str | None) -> SimpleNamespace:
         return self._ask({"case": case, "bug": bug})
 

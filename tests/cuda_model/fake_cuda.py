@@ -106,7 +106,7 @@ class FakeCuda:
         return [self.use_of(tensor) for tensor in tensors if tensor.numel()]
 
     def pin(self, tensor: Tensor) -> None:
-        """Records that the package itself page-locks the tensor's memory; it waits for the device before unlocking."""
+        """Records that the package itself page-locks the tensor's memory."""
         self.model.pin(self.memory_of(tensor))
 
     def place_in(self, tensor: Tensor, base: Tensor, ended: Callable[[], object]) -> None:
@@ -594,6 +594,7 @@ def _torch_module(cuda: FakeCuda) -> dict[str, Any]:
         "current_stream": lambda device=None: _current_stream(cuda, device),
         "default_stream": lambda device=None: _Stream(cuda, _index_of(device), number=0),
         "synchronize": synchronize,
+        "empty_cache": lambda: model.synchronize("cudaFree"),
         "set_device": set_device,
         "current_device": lambda: int(_LIBRARY.current_device()),
         "device_count": lambda: _NUM_DEVICES,

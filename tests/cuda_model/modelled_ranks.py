@@ -31,11 +31,11 @@ import zeroaccel.zero
 from tests.cuda_model import model_threads
 from tests.cuda_model.modelled_collectives import Said, replace_collectives
 from tests.cuda_model.replacements import Replacements
-from tests.cuda_model.stream_model import StreamModel
+from tests.cuda_model.stream_model import MAIN, StreamModel
 from zeroaccel.comm import level_codes, rank_device
 from zeroaccel.comm import topology as topologies
 from zeroaccel.comm.collectives import Collectives
-from zeroaccel.offload import activation_store, host_buffers
+from zeroaccel.offload import activation_store, host_buffers, page_locked
 from zeroaccel.offload.file_io import BlockFile, Direction, IoSettings, Traffic
 from zeroaccel.offload.host_buffers import HostArena
 from zeroaccel.ops import dispatch, step_control
@@ -82,6 +82,7 @@ def modelled_rank(
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)
     with ExitStack() as stack:
+        stack.callback(page_locked._streams.clear)  # after the links, whose pages it concerns
         stack.callback(activation_store._LINKS.clear)  # links of a device of this model
         stack.callback(level_codes._TABLES.clear)
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -130,10 +131,10 @@ class _ModelKernels(DeviceKernels):
         super().square_sums_into(tensor, largest, sums)
         self._cuda.compute(sums, lambda: torch.ones(2, dtype=torch.int64))
 
-    def write_facts(self, largest: Tensor, history: int, settings: int, stop: bool, facts: Tensor) -> None:
-        super().write_facts(largest, history, settings, stop, facts)
+    def write_facts(self, largest: Tensor, history: int, settings: int, stop: bool, order: int, facts: Tensor) -> None:
+        super().write_facts(largest, history, settings, stop, order, facts)
         self._cuda.call(
-            lambda small, out: step_control.write_facts(small, history, settings, stop, out), largest, facts
+            lambda small, out: step_control.write_facts(small, history, settings, stop, order, out), largest, facts
         )
 
     def largest_of_facts(self, facts: Tensor, largest: Tensor) -> None:
@@ -217,6 +218,10 @@ def _replace_host_work(cuda: FakeCuda, turns: model_threads.Turns, replacements:
             cuda.place_in(made, base, lambda: arena._returned.append(base))
         return made
 
+    def copying_lanes() -> set[int]:
+        return {cuda.current_lane(), MAIN, *(stream.lane for stream in page_locked._streams)}
+
+    cuda.model.copying_lanes = copying_lanes
     kernels = _ModelKernels(cuda)
     replacements.everywhere(kernels_for, lambda device: kernels if device.type == DEVICE.type else None)
     _, _, executor = model_threads.thread_classes(turns)

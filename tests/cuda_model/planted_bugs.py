@@ -290,6 +290,47 @@ def _copy_nothing(original: Callable[..., Any], copies: CopyStream, source: Tens
     return CopyHandle(host, source, handle._ready, handle._copied)
 
 
+def _forget_streams(replacements: Replacements) -> None:
+    import torch
+
+    from zeroaccel.offload.page_locked import copying_stream
+
+    replacements.everywhere(copying_stream, lambda device: torch.get_device_module(device).Stream(device))
+
+
+def _prefetch_on_rank_0_only(replacements: Replacements) -> None:
+    """Rank 1 gathers each unit at its use, so its gathers and reductions have another order than those of rank 0."""
+    import torch
+
+    trace = _class("zeroaccel.zero.prefetch.PrefetchTrace")
+    need = vars(trace)["need"]
+
+    def need_on(self: Any, *arguments: Any) -> Any:
+        ahead = need(self, *arguments)
+        return () if torch.distributed.get_rank() == 1 else ahead
+
+    replacements.set(trace, "need", need_on)
+
+
+def _waiting(original: Callable[..., Any], ranks: Collectives, *arguments: Any, **how: Any) -> Any:
+    """As in the unlocking of pages or a second attempt to allocate, the host waits for the device."""
+    import torch
+
+    torch.cuda.synchronize()
+    work = original(ranks, *arguments, **how)
+    torch.cuda.synchronize()
+    return work
+
+
+_WAIT_AT_REDUCTIONS = _with("zeroaccel.comm.collectives.Collectives", "reduce_scatter", _waiting)
+
+ORDERS: Mapping[str, _Plant] = {
+    "waits in one order": _WAIT_AT_REDUCTIONS,
+    "another order": _prefetch_on_rank_0_only,
+    "waits in another order": _both(_prefetch_on_rank_0_only, _WAIT_AT_REDUCTIONS),
+}
+"""Changes of the order of gathers and reductions, for the logs of two ranks; only the last one is a deadlock."""
+
 _COPIES, _ACTIVATIONS = "zero/storage/copy_stream.py", "offload/activation_store.py"
 _UNIT, _SECONDARY = "zeroaccel.zero.param_unit.ParamUnit", "zeroaccel.zero.storage.shards.SecondaryShard"
 _WRITER = "zeroaccel.checkpoint.rank_file_writer"
@@ -512,5 +553,8 @@ BUGS: Mapping[str, Bug] = {
     ),
     "the host reads counts of tokens before they have come": Bug(
         "stage 1, ep", _no_synchronize("parallel/expert_dispatch.py", "wait"), "READ AFTER WRITE"
+    ),
+    "pages are unlocked without a wait for a stream that copies": Bug(
+        "a graph dropped, activations on the host", _forget_streams, "UNLOCKED IN USE"
     ),
 }

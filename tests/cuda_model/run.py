@@ -14,11 +14,11 @@ from typing import Any
 
 from tests.cuda_model.modelled_ranks import modelled_rank  # first: it loads the library before torch
 
-from tests.cuda_model.communicators import Call  # isort: skip
+from tests.cuda_model.communicators import Call, deadlocks  # isort: skip
 from tests.cuda_model.configurations import Case, case_of
 from tests.cuda_model.gpu_parts import run_part
 from tests.cuda_model.modelled_collectives import Said
-from tests.cuda_model.planted_bugs import BUGS
+from tests.cuda_model.planted_bugs import BUGS, ORDERS
 from tests.cuda_model.replacements import Replacements
 from tests.cuda_model.stream_model import StreamModel
 from tests.cuda_model.training_loops import LOOPS, Program, new_engine
@@ -41,7 +41,7 @@ class Outcome:
         late: number of first uses of a communicator after construction, by description, in all steps.
         first_calls: number of host calls that wait for the device, "cudaMalloc" and "first launch", in the first
             step, without construction.
-        mallocs: number of cudaMalloc calls in the counted step.
+        mallocs, locks: number of cudaMalloc calls and of page-locked slabs in the counted step.
         reserved_nbytes, expandable_nbytes: peak bytes of the caching allocator's segments in all steps, with its
             default settings and with expandable segments.
         allocated_nbytes: peak bytes allocated from these segments.
@@ -63,6 +63,7 @@ class Outcome:
     late: dict[str, int] = field(default_factory=dict)
     first_calls: dict[str, int] = field(default_factory=dict)
     mallocs: int = 0
+    locks: int = 0
     reserved_nbytes: int = 0
     expandable_nbytes: int = 0
     allocated_nbytes: int = 0
@@ -165,6 +166,7 @@ def _count(outcome: Outcome, model: StreamModel, shard_numel: int) -> None:
     outcome.kernels = sum(model.kernels.values())
     outcome.boundary_kernels = model.sum_of(model.kernels, [_BOUNDARY])
     outcome.boundary_bytes = round(model.sum_of(model.kernel_nbytes, [_BOUNDARY]) / shard_numel, 1)
+    outcome.locks = model.num_locks
     outcome.mallocs = _first_calls(model).get("cudaMalloc", 0)
     outcome.waits, outcome.control = _in_words(model.waits), _in_words(model.control)
     outcome.peak_nbytes, outcome.pinned_nbytes = model.peak_nbytes, model.pinned_peak_nbytes
@@ -177,11 +179,15 @@ def _in_words(counts: Counter[tuple[str, str, str]]) -> dict[str, int]:
 
 
 def serve() -> None:
-    """Answers requests, {"case": name, "bug": name or null} or {"part": name}, one per line, each with an outcome."""
+    """Answers requests, one per line: {"case": name, "bug": name or null}, {"part": name} or {"order": name}."""
     # Only answers go to the standard output; the package's output goes to stderr.
     answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
         request: dict[str, Any] = json.loads(line)
+        if "order" in request:
+            found = deadlocks(call_logs(case_of("stage 3, two ranks"), ORDERS[request["order"]]))
+            print(json.dumps({"deadlocks": found}), file=answers, flush=True)
+            continue
         if "part" in request:
             print(json.dumps(run_part(request["part"])), file=answers, flush=True)
             continue

@@ -27,7 +27,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -115,7 +115,7 @@ class Memory:
         lane: the stream on which it was allocated; HOST for memory of the host.
         place: line of the package that allocated it.
         pinned: True if it is page-locked.
-        slab: True for pages that the package locks itself, and unlocks when the device has finished all its work.
+        slab: True for pages that the package locks itself, and unlocks when `copying_lanes` have done what they have.
             Other pinned memory belongs to torch's allocator, which waits for copies before it reuses a block.
         recorded: streams that `record_stream` named.
         blocks: blocks of device memory, in each of the model's allocators.
@@ -176,9 +176,11 @@ class StreamModel:
         first_calls: number of host calls that wait for the device, "cudaMalloc" and "first launch", by phase.
         log: log of collectives.
         num_operations: number of operations so far.
+        num_locks: number of slabs that the package has page-locked since `reset_counts`; each blocks the host.
         phase: phase of the program; counts are kept per phase.
         names: names of the lanes.
         current_stream: returns the stream of the calling thread's operations.
+        copying_lanes: returns the streams whose work the package awaits before it unlocks pages.
     """
 
     def __init__(self, rates: Rates | None = None, *, root: str = "/zeroaccel/") -> None:
@@ -187,6 +189,7 @@ class StreamModel:
         self.thread = HOST
         self.phase = ""
         self.current_stream: Callable[[], int] = lambda: MAIN
+        self.copying_lanes: Callable[[], Collection[int]] = lambda: {MAIN, self.current_stream()}
         self.findings: Counter[str] = Counter()
         self.early_frees: Counter[str] = Counter()
         self.waits: Counter[tuple[str, str, str]] = Counter()
@@ -199,7 +202,7 @@ class StreamModel:
         self.allocator, self.expandable = CachingAllocator(), CachingAllocator(expandable=True)
         self.first_calls: Counter[tuple[str, str]] = Counter()
         self.log = CallLog(self)
-        self.num_operations = 0
+        self.num_operations = self.num_locks = 0
         self._launched: set[str] = set()
         self._root = root
         self._clocks: dict[int, Clock] = {HOST: {}, MAIN: {}}
@@ -302,6 +305,7 @@ class StreamModel:
         with self._lock:
             assert not memory.pinned, "the pages are already locked"
             memory.pinned = memory.slab = True
+            self.num_locks += 1
             self._count_pinned(memory.nbytes)
 
     def free(self, memory: Memory) -> None:
@@ -319,7 +323,14 @@ class StreamModel:
                 for allocator, block in zip((self.allocator, self.expandable), memory.blocks, strict=True):
                     allocator.free(block)
             elif memory.slab:
-                self.synchronize("unlocking of pages")
+                self._check_unlocking(memory)
+
+    def _check_unlocking(self, memory: Memory) -> None:
+        """Checks that pages are unlocked after their copies: the package waits for the streams that it knows of."""
+        seen, known = self._clocks[self.thread], self.copying_lanes()
+        for access in memory.latest.values():
+            if access.lane >= 0 and access.lane not in known and access.tick > seen.get(access.lane, 0):
+                self.find(f"UNLOCKED IN USE: pages of {memory.place}, dropped at {self.place()}: {self._name(access)}")
 
     def _begin_life(self, memory: Memory) -> None:
         self._count += 1
@@ -491,6 +502,7 @@ class StreamModel:
         """Resets the counts of kernels and waits, the clock and the peaks. Findings stay."""
         for counter in (self.waits, self.control, self.kernels, self.kernel_nbytes, self.busy, self.first_calls):
             counter.clear()
+        self.num_locks = 0
         self.peak_nbytes, self.pinned_peak_nbytes = self.live_nbytes, self.pinned_nbytes
         self._begin = max(self._seconds.values())
         self._seconds = dict.fromkeys(self._seconds, self._begin)

@@ -158,12 +158,18 @@ def test_memory_that_is_allocated_anew_has_no_past(model: StreamModel) -> None:
     assert (model.live_nbytes, model.peak_nbytes) == (60, 100)
 
 
-def test_freed_slabs_wait_for_the_device(model: StreamModel) -> None:
-    memory = model.allocate(100, on_device=False)
-    model.pin(memory)
+def test_pages_are_unlocked_after_copies_on_known_streams(model: StreamModel) -> None:
+    side = model.add_stream("side")
+    for copied_on, awaited, kinds in ((MAIN, False, []), (side, True, []), (side, False, ["UNLOCKED IN USE"])):
+        memory = model.allocate(100, on_device=False)
+        model.pin(memory)
+        _write(model, copied_on, memory)
+        if awaited:
+            model.wait_on_host(model.moment(side), "a copy")
+        model.free(memory)
+        assert _kinds(model) == kinds
     assert model.pinned_peak_nbytes == 100
-    model.free(memory)
-    assert [why for _, why, _ in model.waits] == ["unlocking of pages"]
+    assert [why for _, why, _ in model.waits] == ["a copy"]
 
 
 def test_launches_of_two_threads_on_one_stream_are_not_in_order(model: StreamModel) -> None:

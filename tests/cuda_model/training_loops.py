@@ -212,6 +212,16 @@ def two_engines(program: Program) -> None:
     program.step(program.others[0])
 
 
+def states_to_the_host_and_back(program: Program) -> None:
+    """A generator gets the device between two steps."""
+    plain(program)
+    program.phase("offload")
+    program.engine.offload_states()
+    program.phase("reload")
+    program.engine.reload_states()
+    program.phase("")
+
+
 def sequence_parts(program: Program) -> None:
     """A step over a sequence that several ranks share."""
     engine = program.engine
@@ -283,6 +293,7 @@ LOOPS: Mapping[str, Callable[[Program], None]] = {
         plain,
         sequence_parts,
         stages,
+        states_to_the_host_and_back,
         two_engines,
     )
 }

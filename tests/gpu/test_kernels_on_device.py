@@ -113,9 +113,9 @@ def test_decisions_have_the_bits_of_torch_on_the_host(by_kernels: bool, without_
         sums = [int(random.integers(0, 2**62)), int(random.integers(0, 2**62))]
         results = []
         for device in ("cuda", "cpu"):
-            facts, largest = torch.empty(6, dtype=torch.float64, device=device), torch.tensor([value], device=device)
-            control, summary = torch.empty(2, device=device), torch.empty(5, dtype=torch.float64, device=device)
-            step_control.write_facts(largest.view(torch.int32), 3, 4, True, facts)
+            facts, largest = torch.empty(8, dtype=torch.float64, device=device), torch.tensor([value], device=device)
+            control, summary = torch.empty(2, device=device), torch.empty(6, dtype=torch.float64, device=device)
+            step_control.write_facts(largest.view(torch.int32), 3, 4, True, 5, facts)
             step_control.largest_of_facts(facts, largest.view(torch.int32))
             both = torch.tensor(sums, device=device)
             settings = {"scale": scale, "clipping": 1.0, "grad_factor": 0.9, "skip_overflow": True}

@@ -30,6 +30,7 @@ from zeroaccel.checkpoint.rank_file import block_sums, lay_out_rank_file
 from zeroaccel.checkpoint.save_plan import SaveItem
 from zeroaccel.checkpoint.zero_to_fp32 import CHUNK_NBYTES
 from zeroaccel.errors import CheckpointError
+from zeroaccel.offload import copying_stream
 from zeroaccel.offload.host_buffers import empty_on_host
 from zeroaccel.ops.device_threads import CPU
 from zeroaccel.zero.access.safetensors_file import ITEMSIZE, FileLayout
@@ -93,7 +94,7 @@ class DeviceChunkCopies(ChunkCopies):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._streams = torch.get_device_module(device)
-        self._stream = self._streams.Stream(device)
+        self._stream = copying_stream(device)
         launched = self._streams.Event()
         launched.record(self._streams.current_stream(device))
         self._stream.wait_event(launched)

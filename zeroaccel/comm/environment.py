@@ -7,6 +7,7 @@ sets, and ZEROACCEL_COLLECTIVE_TIMEOUT.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import resource
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 
 from zeroaccel.config.launch.launch_sources import check_variables
 from zeroaccel.errors import ConfigError
-from zeroaccel.logs import logger
+from zeroaccel.logs import log_once, logger
 
 _Order = TypeVar("_Order")
 _DEFAULT_LIMIT_SECONDS = 600.0
@@ -41,6 +42,16 @@ def allow_connections(world_size: int) -> None:
     if allowed < needed:
         text = "%d ranks need about %d open files per process, but the hard limit is %d: raise it with `ulimit -Hn %d`"
         logger.warning(text, world_size, needed, hard, needed)
+
+
+def warn_of_one_queue() -> None:
+    """Warns that all streams of a device share one queue. Called where several communicators are made."""
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        log_once(
+            logging.WARNING,
+            "CUDA_DEVICE_MAX_CONNECTIONS=1: all streams of a device share one queue, so gathers wait for computation,"
+            " and two NCCL communicators can deadlock where ranks launch collectives in different orders; unset it",
+        )
 
 
 def check_own_variables() -> None:

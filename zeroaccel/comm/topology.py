@@ -34,6 +34,7 @@ from zeroaccel.comm.environment import (
     ranks_may_share_devices,
     rendezvous_address,
     timeout_seconds,
+    warn_of_one_queue,
 )
 from zeroaccel.comm.hangs.flight_recorder import FlightRecorder
 from zeroaccel.comm.hangs.hang_report import RankNames
@@ -384,6 +385,8 @@ def _build(
         device = _agreed_device(bound, *local, processes[rank].host, control)
     _require_data_backend(device, backend, transports)
     _make_current(device)
+    if accelerated and device.type != "cpu":
+        warn_of_one_queue()
     avoid_record_streams(_torch_version())
     # Ranks may issue a gather and a reduction in different orders (a prefetch that one rank starts early), which would
     # deadlock within one NCCL communicator; with separate groups, only calls of one kind must agree in order.

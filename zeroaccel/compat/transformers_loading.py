@@ -149,7 +149,7 @@ def _load(model: Any, files: Sequence[Path], load_config: Any) -> Any:
         for file in files:
             if file.suffix != ".safetensors":
                 values |= _mapped(file)
-        with _setting(library, set_param_for_module=targets.add, tqdm=_no_bar), _pure_mxfp4():
+        with _setting(library, {"set_param_for_module": targets.add, "tqdm": _no_bar}), _pure_mxfp4():
             record, _ = library.convert_and_load_state_dict_in_model(model, values, load_config)
         targets.check(values, files, len(record.missing_keys))
     _check_same(collectives, values)
@@ -270,7 +270,7 @@ def _pure_mxfp4() -> Iterator[None]:
     if library is None:
         yield
         return
-    with _setting(library, _convert_moe_packed_tensors=_mxfp4_values):
+    with _setting(library, {"_convert_moe_packed_tensors": _mxfp4_values}):
         yield
 
 
@@ -326,7 +326,7 @@ def _check_same(collectives: Collectives, values: Mapping[str, Tensor]) -> None:
 
 
 @contextmanager
-def _setting(module: Any, **values: Any) -> Iterator[None]:
+def _setting(module: Any, values: Mapping[str, Any]) -> Iterator[None]:
     """Replaces attributes of a module during the block."""
     before = {name: getattr(module, name) for name in values}
     vars(module).update(values)

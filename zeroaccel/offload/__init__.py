@@ -6,6 +6,6 @@ optimizers. `tier.py` defines a tier, `nvme.py` is the one in a file, over `file
 `activation_store.py` stores the inputs of recomputed functions; `device_lane.py` is the GPU half of a hybrid step.
 """
 
-from zeroaccel.offload.page_locked import free_nbytes
+from zeroaccel.offload.page_locked import copying_stream, free_nbytes, unlock_dropped
 
-__all__ = ["free_nbytes"]
+__all__ = ["copying_stream", "free_nbytes", "unlock_dropped"]

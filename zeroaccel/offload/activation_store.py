@@ -25,6 +25,7 @@ from torch import Tensor
 from zeroaccel.comm.collectives import PartitionedTensors
 from zeroaccel.errors import UsageError
 from zeroaccel.offload.host_buffers import HostArena
+from zeroaccel.offload.page_locked import copying_stream
 
 
 @dataclass(eq=False)
@@ -234,7 +235,7 @@ class HostLink:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module = torch.get_device_module(device)
-        self._stream = self._module.Stream(device)
+        self._stream = copying_stream(device)
         self._sent = self._module.Event()  # follows the last copy to the host
         # Inputs have the same sizes in every step. Copies in both directions use one stream, so a write to reused
         # memory runs after the copy that read it.

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zeroaccel.offload.page_locked import copying_stream
 from zeroaccel.ops.device_kernels import DeviceKernels
 
 _TILE_NUMEL = 1 << 22  # elements: 16 MiB per float32 tensor
@@ -30,7 +31,7 @@ class AdamLane:
         self._device = device
         self._module = torch.get_device_module(device)
         self._kernels = kernels
-        self._streams = [self._module.Stream(device) for _ in range(2)]
+        self._streams = [copying_stream(device) for _ in range(2)]
 
     def start(self, written: Sequence[Tensor], grad: Tensor, scalars: Sequence[np.generic]) -> Callable[[], float]:
         """Queues all tiles, without blocking the host."""

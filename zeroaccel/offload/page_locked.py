@@ -2,7 +2,8 @@
 
 torch's allocator of page-locked memory rounds a request up to a power of two and never frees it: 64 GiB for a state
 buffer of 33. Here a slab consists of whole, separate pages: mapped, then locked by the CUDA runtime, and unlocked and
-unmapped with its last view. `host_buffers.py` makes slabs; this file handles pages and the causes of failed locking.
+unmapped after its last view and the copies that use it. `host_buffers.py` makes slabs; this file handles pages and the
+causes of failed locking.
 
 If memory cannot be locked, it stays pageable, and one warning names the limits in force: a copy between it and the
 device blocks the host, but has the same result.
@@ -16,9 +17,11 @@ import os
 import resource
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -37,6 +40,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 
 _said: set[str] = set()
+_streams: set[Any] = set()  # of `copying_stream`; torch has few streams for a device, and hands them out again
 
 
 def register_pages(address: int, nbytes: int) -> str:
@@ -55,8 +59,21 @@ def register_pages(address: int, nbytes: int) -> str:
 def unregister_pages(address: int) -> None:
     """Unlocks the pages that `register_pages` locked at this address, after all copies from or to them are complete."""
     with torch.cuda.device(_device_of_process()):
-        torch.cuda.synchronize()
         torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def copying_stream(device: torch.device) -> torch.Stream:
+    """Returns a new stream for copies from and to page-locked memory, which stays locked until they are complete."""
+    stream: torch.Stream = torch.get_device_module(device).Stream(device)
+    _streams.add(stream)
+    return stream
+
+
+def _copies_so_far() -> list[torch.Event]:
+    """Returns events after all copies that may use page-locked memory: those of the package, and of the program."""
+    device = torch.device("cuda", _device_of_process())
+    streams = {torch.cuda.current_stream(device), torch.cuda.default_stream(device), *tuple(_streams)}
+    return [stream.record_event() for stream in streams if stream.device == device]
 
 
 _last_device: int | None = None
@@ -91,7 +108,7 @@ class _Pages(mmap.mmap):
     """Anonymous pages, unlocked before the system unmaps them; their views own them.
 
     Attributes:
-        locked_nbytes: bytes that this process has locked so far.
+        locked_nbytes: bytes that this process has locked.
     """
 
     locked_nbytes = 0
@@ -123,7 +140,32 @@ class _Pages(mmap.mmap):
     ) -> None:
         if self._address and not is_ending() and self._process == process():
             with suppress(Exception):  # the device may have failed
-                unregister_pages(self._address)
+                _dropped.append((self, _copies_so_far()))
+                unlock_dropped()
+
+
+_dropped: deque[tuple[_Pages, list[torch.Event]]] = deque()  # without views, but copies may use them
+
+
+def unlock_dropped(*, wait: bool = False) -> None:
+    """Unlocks the pages without views whose copies are complete.
+
+    Where pages are locked or dropped, in the middle of a step, the host does not wait: a copy may be behind a
+    collective that other ranks join later, and they may wait for a collective that this rank has yet to launch.
+
+    Args:
+        wait: wait for the copies, between steps.
+    """
+    for _ in range(len(_dropped)):
+        with suppress(IndexError):  # another thread has unlocked them
+            pages, copies = _dropped.popleft()
+            for copy in copies if wait else ():
+                copy.synchronize()
+            if all(copy.query() for copy in copies):
+                unregister_pages(pages._address)
+                _Pages.locked_nbytes -= len(pages)
+            else:
+                _dropped.append((pages, copies))
 
 
 def mapped_bytes(nbytes: int, *, pinned: bool) -> Tensor:
@@ -136,6 +178,7 @@ def mapped_bytes(nbytes: int, *, pinned: bool) -> Tensor:
     pages = _Pages(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     if pinned:
+        unlock_dropped()
         room = free_nbytes()
         # Locking allocates the pages at once: beyond the free memory, the system would kill the process silently.
         reason = f"{room / _GIGA:.2f} GB are free" if nbytes > room else pages.lock(memory.data_ptr())

@@ -675,7 +675,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) square_sums(
 
 // ---- the decisions of a step: `step_control.py`; one thread ----
 
-extern "C" __global__ void write_facts(const int* largest, i64 history, i64 settings, int stop, double* facts) {
+extern "C" __global__ void write_facts(
+    const int* largest, i64 history, i64 settings, int stop, i64 order, double* facts) {
     u32 top = (u32)*largest;
     facts[0] = top >= INFINITY_BITS ? double_of(0x7ff0000000000000ull) : widen(float_of_bits(top));
     facts[1] = (double)history;
@@ -683,6 +684,8 @@ extern "C" __global__ void write_facts(const int* largest, i64 history, i64 sett
     facts[3] = (double)settings;
     facts[4] = -(double)settings;
     facts[5] = (double)stop;
+    facts[6] = (double)order;
+    facts[7] = -(double)order;
 }
 
 extern "C" __global__ void largest_of_facts(const double* facts, int* largest) {
@@ -718,6 +721,7 @@ extern "C" __global__ void finalize(
     summary[2] = same_history ? 1.0 : 0.0;
     summary[3] = same_settings ? 1.0 : 0.0;
     summary[4] = facts[5];
+    summary[5] = facts[6] == -facts[7] ? 1.0 : 0.0;
 }
 
 // ---- codes: the format of `comm/quantized.py`; a warp processes a block, blockIdx.y is the row ----

@@ -171,9 +171,16 @@ class DeviceKernels:
         blocks = _reduction_blocks(numel)
         self.launch("square_sums", arguments, reads=[tensor, largest, sums], writes=[sums], blocks=blocks)
 
-    def write_facts(self, largest: Tensor, history: int, settings: int, stop: bool, facts: Tensor) -> None:
+    def write_facts(self, largest: Tensor, history: int, settings: int, stop: bool, order: int, facts: Tensor) -> None:
         """See `step_control.write_facts`."""
-        arguments: list[Argument] = [largest, np.int64(history), np.int64(settings), np.int32(stop), facts]
+        arguments: list[Argument] = [
+            largest,
+            np.int64(history),
+            np.int64(settings),
+            np.int32(stop),
+            np.int64(order),
+            facts,
+        ]
         self.launch("write_facts", arguments, reads=[largest], writes=[facts], blocks=1)
 
     def largest_of_facts(self, facts: Tensor, largest: Tensor) -> None:

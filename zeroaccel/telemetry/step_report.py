@@ -26,6 +26,7 @@ from zeroaccel.config import Config
 from zeroaccel.logs import logger
 from zeroaccel.offload.tier import Tier
 from zeroaccel.telemetry import timeline
+from zeroaccel.telemetry.norm_spikes import SpikeWatch
 from zeroaccel.telemetry.performance import OffloadCounters, PerformanceMeter, PhaseClock, RouterLoad, UpdateTimes
 from zeroaccel.telemetry.throughput import Throughput
 from zeroaccel.telemetry.trackers import Monitors
@@ -208,6 +209,7 @@ class StepReport:
         loss_listener: called with the loss of each micro-batch, or None.
         step_listener: called at the end of each optimizer step, or None.
         throughput: counts tokens and FLOPs, or None.
+        spikes: warns about gradient norms that stand out, or None.
         watches_inputs: True if steps are reported, on any rank.
         at_step: called at the end of each optimizer step with its number, on every rank, or None.
     """
@@ -246,6 +248,7 @@ class StepReport:
         self._routers: RouterLoad | None = None
         self._routed: dict[str, float] = {}  # for the last line
         self.throughput: Throughput | None = None
+        self.spikes: SpikeWatch | None = None
         self.watches_inputs, self.peak_tflops = self._routed_every is not None, peak_tflops
         self.at_step: Callable[[int], object] | None = None
         self._losses: list[Tensor] = []
@@ -305,6 +308,8 @@ class StepReport:
         """Takes the loss of a micro-batch; copied to the host only at the end of the step, and only for a monitor."""
         if self.monitors is not None:
             self._losses.append(loss.detach())
+        if self.spikes is not None:
+            self.spikes.loss(loss)
         if self.loss_listener is not None:
             self.loss_listener(loss)
 

@@ -20,14 +20,16 @@ from torch.autograd import Variable
 
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import CollectiveError, EngineStateError, OffloadError, UsageError
+from zeroaccel.offload import unlock_dropped
 from zeroaccel.optim.rank_facts import HyperparameterCheck
 from zeroaccel.zero.access.param_registry import ParamRegistry, Training
+from zeroaccel.zero.access.state_dicts import StateDictHooks
 from zeroaccel.zero.compiled import compiler_failure, is_compiled_within
 from zeroaccel.zero.coordinator import ParamCoordinator
 from zeroaccel.zero.from_config import EngineSettings
 from zeroaccel.zero.grad_norm import FactorRule, GradCheck
 from zeroaccel.zero.grad_reducer import GradReducer
-from zeroaccel.zero.hooks import Hooks, StateDictHooks, freed_view
+from zeroaccel.zero.hooks import Hooks, freed_view
 from zeroaccel.zero.model_check import misplaced_inputs
 from zeroaccel.zero.module_names import for_model, plain_names
 from zeroaccel.zero.param_check import ParamIntegrityCheck
@@ -202,8 +204,6 @@ class EngineCore(ModelWrapper):
         self._hooks = Hooks(
             model, sharded_units, self._coordinator, self, optimized=optimized, unoptimized=parts.unoptimized
         )
-        if optimizer is not None:
-            self._hooks.guard_step(optimizer.optimizer, lambda: optimizer.is_stepping)
 
         # Access from outside the training step.
         self.registry = ParamRegistry(
@@ -218,6 +218,8 @@ class EngineCore(ModelWrapper):
         self._state_offload = StateOffload(self.units, self.grad_reducer, optimizer)
         self._refuses_compiled = parts.refuses_compiled
         self._undo = contextlib.ExitStack()
+        if optimizer is not None:
+            self._undo.callback(optimizer.guard_step().remove)
         self._destroyed = False
 
     def _build_weight_update(self, optimizer: ShardedOptimizer) -> WeightUpdate:
@@ -601,6 +603,7 @@ class EngineCore(ModelWrapper):
         # cycle collector, which does not see device memory.
         if self.sharded_optimizer is not None:
             self.sharded_optimizer.optimizer.state.clear()
+        unlock_dropped(wait=True)
         self._note_phase("")
         self._destroyed = True
 

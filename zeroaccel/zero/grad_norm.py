@@ -38,6 +38,8 @@ class GradStats:
         same_history: True if every rank issued the same collectives since the start.
         same_settings: True if every rank's optimizer has the same hyperparameters.
         stop: True if a rank was asked to stop before it joined this step.
+        same_order: True if every rank launched its gathers and reductions in one order.
+        norms: the norm of each gradient, in the order of `counted`, if asked for.
     """
 
     finite: bool
@@ -45,10 +47,16 @@ class GradStats:
     same_history: bool
     same_settings: bool
     stop: bool = False
+    same_order: bool = True
+    norms: tuple[float, ...] = ()
 
     def read(self) -> GradStats:
         """Returns itself, to satisfy `GradCheck`."""
         return self
+
+    def read_norms(self) -> tuple[float, ...]:
+        """Returns `norms`, to satisfy `GradCheck`."""
+        return self.norms
 
     def unscaled_norm(self, loss_scale: float) -> float | None:
         """Returns the norm of the unscaled gradients; inf if one is not finite, None if the norm was not computed."""
@@ -93,6 +101,9 @@ class GradCheck(Protocol):
     def read(self) -> GradStats:
         """Returns the statistics; the host waits for the device if it has not read them yet."""
 
+    def read_norms(self) -> tuple[float, ...]:
+        """Returns the norm of each gradient, still multiplied by the loss scale, if it was asked for; may wait."""
+
 
 class DeviceStats:
     """A `GradCheck` on the device, where the update reads its outcome. See [Note: boundary].
@@ -100,11 +111,13 @@ class DeviceStats:
     Args:
         facts: (6,) float64 over all ranks: the largest magnitude, the two digests as (largest, -smallest), and `stop`.
         sums: (2,) int64 over all ranks, from `square_sums`; None if no norm is needed.
+        rows: (N, 2) int64, the same for each gradient, if asked for.
     """
 
-    def __init__(self, facts: Tensor, sums: Tensor | None) -> None:
+    def __init__(self, facts: Tensor, sums: Tensor | None, rows: Tensor | None = None) -> None:
         self._facts = facts
         self._sums = sums
+        self._rows = rows
         self._host: Tensor | None = None
         self._event: torch.Event | None = None
         self._stats: GradStats | None = None
@@ -115,7 +128,7 @@ class DeviceStats:
         The update does not apply either if the ranks differ. This also starts the copy of the statistics to the host.
         """
         control = torch.empty(2, dtype=torch.float32, device=self._facts.device)
-        summary = torch.empty(5, dtype=torch.float64, device=self._facts.device)
+        summary = torch.empty(6, dtype=torch.float64, device=self._facts.device)
         finalize(
             self._facts,
             self._sums,
@@ -135,7 +148,7 @@ class DeviceStats:
         if summary.device.type == "cpu":
             self._host = summary
             return
-        self._host = torch.empty(5, dtype=torch.float64, pin_memory=True)
+        self._host = torch.empty(6, dtype=torch.float64, pin_memory=True)
         self._host.copy_(summary, non_blocking=True)
         self._event = torch.get_device_module(summary.device).Event()
         self._event.record()
@@ -147,9 +160,14 @@ class DeviceStats:
             assert self._host is not None, "the statistics were not copied"
             if self._event is not None:
                 self._event.synchronize()
-            finite, norm, *flags = self._host.tolist()
-            self._stats = GradStats(bool(finite), norm, *map(bool, flags))
+            finite, norm, history, settings, stop, order = self._host.tolist()
+            self._stats = GradStats(bool(finite), norm, bool(history), bool(settings), bool(stop), bool(order))
         return self._stats
+
+    def read_norms(self) -> tuple[float, ...]:
+        if self._rows is None or not self.read().finite:
+            return ()
+        return _norms(self._rows.cpu(), norm_exponent(float(self._facts[0])))
 
     @property
     def was_read(self) -> bool:
@@ -171,17 +189,19 @@ class RankDigests:
         history: digest of the collectives that this rank has issued.
         settings: digest of its optimizer's hyperparameters.
         stop: True if this rank was asked to stop.
+        order: digest of the order of its gathers and reductions.
     """
 
     history: int
     settings: int
     stop: bool = False
+    order: int = 0
 
 
 def join_facts_on_host(
     shards: Sequence[Tensor], digests: RankDigests, collectives: Collectives, device: torch.device
 ) -> Tensor:
-    """Returns the facts of all ranks, (6,) float64 in host memory, as `step_control.write_facts`.
+    """Returns the facts of all ranks, (8,) float64 in host memory, as `step_control.write_facts`.
 
     Needs one small all-reduce, or two in a pipeline: histories are compared within a stage, since each stage issues its
     own collectives.
@@ -190,10 +210,11 @@ def join_facts_on_host(
         shards: the mean gradients of this rank's own elements, in host memory, any float dtype, any number.
         device: compute device of the ranks, over which the facts travel.
     """
-    # One collective answers four questions: an overflow anywhere, two digests as (value, -value), so that one maximum
+    # One collective answers five questions: an overflow anywhere, three digests as (value, -value), so that one maximum
     # gives the largest and the smallest of each, and a stop request anywhere.
     largest = max((max_abs(shard) for shard in shards), default=0.0)
-    values = [largest, digests.history, -digests.history, digests.settings, -digests.settings, digests.stop]
+    history, settings, order = digests.history, digests.settings, digests.order
+    values = [largest, history, -history, settings, -settings, digests.stop, order, -order]
     facts = torch.tensor(values, dtype=torch.float64)
     if collectives.peers is not collectives.job:
         _all_reduce(facts, "max", FACTS_LABEL, collectives.peers, device)
@@ -203,9 +224,10 @@ def join_facts_on_host(
 
 
 def _outcome_of_histories(facts: Tensor) -> None:
-    """Replaces a digest, as (largest, -smallest), by whether it differs, which ranks of other stages can compare."""
-    facts[1] = facts[1] != -facts[2]
-    facts[2].zero_()  # the assignment of a number would be a copy, for which the host waits
+    """Replaces digests, as (largest, -smallest), by whether they differ, which ranks of other stages can compare."""
+    for digest, negative in ((1, 2), (6, 7)):  # history, order
+        facts[digest] = facts[digest] != -facts[negative]
+        facts[negative].zero_()  # the assignment of a number would be a copy, for which the host waits
 
 
 def join_facts_on_device(largest: Tensor, digests: RankDigests, collectives: Collectives) -> Tensor:
@@ -214,8 +236,8 @@ def join_facts_on_device(largest: Tensor, digests: RankDigests, collectives: Col
     Args:
         largest: (1,) int32, from `max_abs_into` over this rank's gradients.
     """
-    facts = torch.empty(6, dtype=torch.float64, device=largest.device)
-    write_facts(largest, digests.history, digests.settings, digests.stop, facts)
+    facts = torch.empty(8, dtype=torch.float64, device=largest.device)
+    write_facts(largest, digests.history, digests.settings, digests.stop, digests.order, facts)
     if collectives.peers is not collectives.job:
         collectives.peers.all_reduce_on_device(facts, "max", FACTS_LABEL)
         _outcome_of_histories(facts)
@@ -224,30 +246,45 @@ def join_facts_on_device(largest: Tensor, digests: RankDigests, collectives: Col
 
 
 def stats_on_host(
-    facts: Tensor, counted: Sequence[Tensor], collectives: Collectives, device: torch.device, *, norm: bool
+    facts: Tensor,
+    counted: Sequence[Tensor | None],
+    collectives: Collectives,
+    device: torch.device,
+    *,
+    norm: bool,
+    norms: bool = False,
 ) -> GradStats:
     """Returns the statistics of gradients in host memory; a norm needs one more small all-reduce.
 
     Args:
         facts: the facts of all ranks, in host memory.
-        counted: the shards that enter the norm: replicated gradients count on one of their ranks only.
+        counted: the shards that enter the norm; None for one that counts on another rank, which holds the same.
         device: compute device of the ranks, over which the sums travel.
         norm: compute the norm too.
+        norms: compute the norm of each gradient too; all ranks have the same number of them.
     """
-    largest, latest, earliest, highest, lowest, stop = facts.tolist()
-    same_history, same_settings, stop = latest == -earliest, highest == -lowest, bool(stop)
+    largest, latest, earliest, highest, lowest, stop, last, first = facts.tolist()
+    same_history, same_settings = latest == -earliest, highest == -lowest
+    agreed = same_history, same_settings, bool(stop), last == -first
     finite = math.isfinite(largest)
     if not (finite and same_history and same_settings and norm):
-        return GradStats(finite, math.nan, same_history, same_settings, stop)
+        return GradStats(finite, math.nan, *agreed)
     if largest == 0.0:
-        return GradStats(True, 0.0, same_history, same_settings, stop)
+        return GradStats(True, 0.0, *agreed)
     # Every rank scales by the power of two above the global maximum, so no square exceeds its 50 bits.
     exponent = norm_exponent(largest)
-    sums = torch.zeros(2, dtype=torch.int64)
-    for shard in counted:
-        sums += torch.tensor(square_sums(shard, exponent), dtype=torch.int64)
-    _all_reduce(sums, "sum", NORM_LABEL, collectives.job, device)
-    return GradStats(True, norm_from(int(sums[0]), int(sums[1]), exponent), same_history, same_settings, stop)
+    rows = torch.zeros(len(counted) if norms else 1, 2, dtype=torch.int64)
+    for index, shard in enumerate(counted):
+        if shard is not None:
+            rows[index if norms else 0] += torch.tensor(square_sums(shard, exponent), dtype=torch.int64)
+    _all_reduce(rows.view(-1), "sum", NORM_LABEL, collectives.job, device)
+    high, low = rows.sum(0).tolist()
+    each = _norms(rows, exponent) if norms else ()
+    return GradStats(True, norm_from(high, low, exponent), *agreed, norms=each)
+
+
+def _norms(rows: Tensor, exponent: int) -> tuple[float, ...]:
+    return tuple(norm_from(high, low, exponent) for high, low in rows.tolist())
 
 
 def _all_reduce(
@@ -266,12 +303,13 @@ def _all_reduce(
 
 def check_on_device(
     shards: Sequence[Tensor],
-    counted: Sequence[Tensor],
+    counted: Sequence[Tensor | None],
     collectives: Collectives,
     *,
     device: torch.device,
     digests: RankDigests,
     norm: bool,
+    norms: bool = False,
 ) -> DeviceStats:
     """Computes the statistics of gradients on `device`, without waiting, with the same bits as in host memory.
 
@@ -285,11 +323,12 @@ def check_on_device(
     if not norm:
         return DeviceStats(facts, None)
     largest_of_facts(facts, largest)
-    sums = torch.zeros(2, dtype=torch.int64, device=device)
-    for shard in counted:
-        square_sums_into(shard, largest, sums)
-    collectives.job.all_reduce_on_device(sums, "sum", NORM_LABEL)
-    return DeviceStats(facts, sums)
+    rows = torch.zeros(len(counted) if norms else 1, 2, dtype=torch.int64, device=device)
+    for index, own in enumerate(counted):
+        if own is not None:
+            square_sums_into(own, largest, rows[index if norms else 0])
+    collectives.job.all_reduce_on_device(rows.view(-1), "sum", NORM_LABEL)
+    return DeviceStats(facts, rows.sum(0), rows) if norms else DeviceStats(facts, rows[0])
 
 
 def clip_factor(norm: float, max_norm: float) -> float:

@@ -1,7 +1,7 @@
-"""All hooks of the engine on modules, parameters and autograd nodes.
+"""The engine's hooks on modules, parameters and autograd nodes.
 
 Translates PyTorch's events into calls of `ParamCoordinator` and the engine, without making decisions.
-`detach()` removes every hook.
+`detach()` removes every hook. Hooks of state dicts, recordings, `zero.Init` and optimizers are where these are.
 
 [Note: backward events] A prehook on the node that produced an output reports that the use's backward begins. A view
 output that is later changed in place gets a new node, so the node of its base gets a prehook too. The end of a use's
@@ -13,7 +13,6 @@ autograd adds the gradients of an input with several readers, and so the last bi
 from __future__ import annotations
 
 import copy
-import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -24,36 +23,22 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
-from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from zeroaccel.errors import EngineStateError
-from zeroaccel.logs import log_once
 from zeroaccel.nested import leaves_of, map_tensors
-from zeroaccel.telemetry.timeline import Mark, Timeline
-from zeroaccel.zero.access.full_params import overwrite
-from zeroaccel.zero.access.param_registry import ParamHandle, ParamRegistry
 from zeroaccel.zero.compiled import (
     AroundCompiled,
     check_not_compiled,
     compiled_calls,
     compiled_within,
-    is_compiled_within,
 )
 from zeroaccel.zero.coordinator import ForwardUse, ParamCoordinator
+from zeroaccel.zero.module_copies import LiveHook, reads_nan
 from zeroaccel.zero.param_unit import ParamUnit, ShardState
-from zeroaccel.zero.tensor_subclasses import carriers, inner_tensors, is_wrapper, tensors_of
+from zeroaccel.zero.tensor_subclasses import carriers
 from zeroaccel.zero.wrap_policy import computes_in_turn
 
 _CALL = nn.Module._call_impl.__code__
-_EMPTY = (
-    "state_dict() of a model whose parameters are sharded returns tensors without elements, and a file of them has no "
-    "weights; engine.save_16bit_model() writes weights, zero.GatheredParameters gathers them"
-)
 
 
 class BackwardListener(Protocol):
@@ -102,7 +87,6 @@ class Hooks:
         self._compiled: dict[int, Any] = {}
         self._all_modules: tuple[nn.Module, ...] = ()
         self._calls: list[Any] | None = None  # compiled calls of these modules at the last forward
-        self._guard: RemovableHandle | None = None
         self._root, self._units, self._optimized, self._unoptimized = root, units, optimized, unoptimized
         self._attach()
 
@@ -138,7 +122,7 @@ class Hooks:
         # [Note: hooks and graphs]; this imports the compiler.
         attach: Callable[..., Any] = torch.compiler.disable if calls else lambda hook: hook
         if not is_around:
-            self._handles.callback(root.register_forward_pre_hook(_Attached(attach(self._root_pre_forward))).remove)
+            self._handles.callback(root.register_forward_pre_hook(LiveHook(attach(self._root_pre_forward))).remove)
         for unit in units:
             parts = _owners_below(root, unit) if root in unit.modules else []
             for module in [*unit.modules, *parts]:
@@ -146,15 +130,15 @@ class Hooks:
                 if calls.get(id(module)) is not None:
                     self._handles.callback(AroundCompiled(module, before, after).remove)
                 else:
-                    self._handles.callback(module.register_forward_pre_hook(_Attached(attach(before), unit)).remove)
+                    self._handles.callback(module.register_forward_pre_hook(LiveHook(attach(before), unit)).remove)
                     self._handles.callback(
-                        module.register_forward_hook(_Attached(attach(after)), always_call=True).remove
+                        module.register_forward_hook(LiveHook(attach(after)), always_call=True).remove
                     )
         if is_around:
             self._handles.callback(AroundCompiled(root, self._root_pre_forward, self._root_post_forward).remove)
         else:
             self._handles.callback(
-                root.register_forward_hook(_Attached(attach(self._root_post_forward)), always_call=True).remove
+                root.register_forward_hook(LiveHook(attach(self._root_post_forward)), always_call=True).remove
             )
         for param in self._optimized:
             self._handles.callback(param.register_post_accumulate_grad_hook(self._listener.on_grad_ready).remove)
@@ -163,22 +147,8 @@ class Hooks:
         self._watch(root, units)
         self._compiled = compiled_calls(root)
 
-    def guard_step(self, optimizer: Optimizer, permitted: Callable[[], bool]) -> None:
-        """Makes `optimizer.step()` an error unless `permitted()`: it has no gradients and would do nothing."""
-
-        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if not permitted():
-                raise EngineStateError(
-                    "optimizer.step(): the engine steps it, with gradients that it keeps", fix="call engine.step()"
-                )
-
-        # The engine takes gradients off the parameters as they arrive, so a program's step would update nothing.
-        self._guard = optimizer.register_step_pre_hook(_Attached(before))
-
     def detach(self) -> None:
         """Removes every hook and restores the modules' plain parameter dictionaries."""
-        if self._guard is not None:
-            self._guard.remove()
         self._detach_from_model()
 
     def _detach_from_model(self) -> None:
@@ -205,7 +175,7 @@ class Hooks:
             # Needed even if all units are persistent and have no hooks: the engine must notice a plain
             # `loss.backward()`, and know the version of the weights in its forward.
             version = self._version
-            for node in _producers(output):
+            for node in producers(output):
                 node.register_prehook(lambda _: self._listener.on_backward(version))
 
     def _around(self, unit: ParamUnit, *, inner: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -233,7 +203,7 @@ class Hooks:
                 coordinator.post_forward(use, has_raised=True)
                 raise
             training = torch.is_grad_enabled()
-            nodes = _producers(own) if training else []
+            nodes = producers(own) if training else []
             for node in nodes:
                 node.register_prehook(lambda _: self._pre_backward(use))
             opaque = training and next(tensors_in(own), None) is None
@@ -295,178 +265,6 @@ class Hooks:
         return False
 
 
-class TimelineHooks:
-    """Records when each unit computes; attached on construction, while steps are traced.
-
-    It uses the same means as `Hooks`: module hooks, and prehooks of the nodes that made an output, so the graph stays
-    unchanged. A compiled model gets none, since the compiler would trace hooks within it.
-
-    Args:
-        units: all units, persistent ones included.
-        in_backward: returns True during a backward, when a forward is a recomputation.
-
-    Attributes:
-        is_attached: False for a compiled model.
-    """
-
-    def __init__(
-        self, root: nn.Module, units: Sequence[ParamUnit], timeline: Timeline, in_backward: Callable[[], bool]
-    ) -> None:
-        self._timeline, self._in_backward = timeline, in_backward
-        self._running: list[tuple[nn.Module, Mark]] = []
-        self._handles = ExitStack()
-        self.is_attached = not is_compiled_within(root)
-        seen: set[int] = set()  # several units may belong to one module, and compute together
-        for unit in units if self.is_attached else ():
-            for module in (module for module in unit.modules if id(module) not in seen):
-                seen.add(id(module))
-                before, after = self._around(unit.name)
-                # Registered after those of `Hooks`, so that a unit's gather does not count as its forward.
-                self._handles.callback(module.register_forward_pre_hook(_Attached(before)).remove)
-                self._handles.callback(module.register_forward_hook(_Attached(after), always_call=True).remove)
-
-    def detach(self) -> None:
-        """Removes every hook."""
-        self._handles.close()
-
-    def _around(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
-        timeline = self._timeline
-
-        def before(module: nn.Module, args: Any) -> None:
-            self._running.append((module, timeline.mark()))
-
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            if not self._running or self._running[-1][0] is not module:
-                return  # a pre-hook raised before ours ran
-            _, begin = self._running.pop()
-            timeline.add("compute", name, begin, detail="recompute" if self._in_backward() else "forward")
-            if torch.is_grad_enabled():
-                for node in _producers(output):
-                    node.register_prehook(lambda _: timeline.begin_backward(name))
-
-        return before, after
-
-
-class StateDictHooks:
-    """Makes `load_state_dict` of the model, or of a part of it, write shards and masters. Attached on construction.
-
-    The hooks unshard each module's units while it loads, and write the loaded values to shards and masters, which keep
-    the bits that 16-bit parameters drop. All ranks load the same values. `state_dict` raises rather than return NaN.
-
-    Args:
-        empty_when_sharded: return tensors of shape (0,) for sharded parameters, with a warning, instead of raising.
-    """
-
-    def __init__(self, root: nn.Module, registry: ParamRegistry, *, empty_when_sharded: bool = False) -> None:
-        self._empty_when_sharded = empty_when_sharded
-        self._handles = ExitStack()
-        for module in root.modules():
-            named = [
-                each
-                for name, param in module._parameters.items()
-                if param is not None
-                for each in tensors_of(name, param)
-            ]
-            handles = {name: registry.handle(param) for name, param in named}
-            owned = {name: handle for name, handle in handles.items() if handle is not None}
-            if owned:
-                self._attach(module, owned)
-
-    def detach(self) -> None:
-        """Removes every hook."""
-        self._handles.close()
-
-    def _attach(self, module: nn.Module, owned: Mapping[str, ParamHandle]) -> None:
-        units = list({id(handle.unit): handle.unit for handle in owned.values()}.values())
-        loaded: dict[str, Tensor] = {}
-        gathered: list[ParamUnit] = []
-
-        def before(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *rest: Any) -> None:
-            # assign=True would replace the parameters that units, hooks and optimizer refer to with new objects.
-            if metadata.get("assign_to_params_buffers"):
-                raise EngineStateError(
-                    "load_state_dict(assign=True) would replace parameters that the engine manages",
-                    fix="leave assign out: values are copied",
-                )
-            loaded.clear()
-            gathered.clear()
-            saved = {
-                f"{name}.{inner}": getattr(owner, attribute)
-                for name in module._parameters
-                if is_wrapper(value := state.get(prefix + name))
-                for inner, owner, attribute in inner_tensors(value)
-            }
-            for name, handle in owned.items():
-                # Kept until torch has copied, which rounds to the parameter's dtype: the master gets all bits.
-                value = saved.get(name, state.get(prefix + name))
-                if isinstance(value, Tensor) and tuple(value.shape) == handle.slot.whole_shape:
-                    split = handle.slot.split
-                    loaded[name] = value if split is None else split.part(value)
-                    if split is not None:  # the dict is torch's own copy: put in the part that the parameter has
-                        state[prefix + name] = loaded[name]
-            for unit in units:
-                # torch copies into the parameter after this hook, and `after` writes shard and master from there.
-                if unit.state is ShardState.SHARDED:
-                    gathered.append(unit)
-                unit.unshard()
-                unit.wait()
-
-        def after(module: nn.Module, incompatible: Any) -> None:
-            for name, value in loaded.items():
-                overwrite(owned[name], value)
-            for unit in gathered:
-                unit.reshard()
-            loaded.clear()
-            gathered.clear()
-
-        self._handles.callback(module.register_load_state_dict_pre_hook(_Attached(before)).remove)
-        self._handles.callback(module.register_load_state_dict_post_hook(_Attached(after)).remove)
-        self._attach_to_reading(module, owned)
-
-    def _attach_to_reading(self, module: nn.Module, owned: Mapping[str, ParamHandle]) -> None:
-        empties = self._empty_when_sharded
-
-        def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-            # A state dict must not silently contain NaN, or parts of parameters.
-            for handle in () if empties else owned.values():
-                if handle.is_absent:
-                    raise _reads_nan("state_dict()", handle.slot.fqn)
-            for handle in owned.values():
-                if handle.slot.split is not None:
-                    raise EngineStateError(
-                        f"state_dict(): {handle.slot.fqn} is split over ranks, and this rank has only a part of it",
-                        fix="use engine.consolidated_state_dict(), or save with the checkpoint calls",
-                    )
-
-        self._handles.callback(module.register_state_dict_pre_hook(_Attached(refuse)).remove)
-        if not empties:
-            return
-
-        def leave_out_nans(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-            for name, handle in owned.items():
-                if prefix + name in state and handle.is_absent:
-                    log_once(logging.WARNING, _EMPTY)
-                    state[prefix + name] = state[prefix + name].new_empty(0)
-
-        self._handles.callback(module.register_state_dict_post_hook(_Attached(leave_out_nans)).remove)
-
-
-def watch_construction(
-    on_parameter: Callable[[nn.Module, str, nn.Parameter | None], None],
-    on_child: Callable[[nn.Module, str, nn.Module | None], None],
-) -> list[RemovableHandle]:
-    """Registers callbacks for every registration in any module of the process, until the handles are removed.
-
-    Args:
-        on_parameter: (module, name, parameter), before the parameter is registered.
-        on_child: (parent, name, module), when an initialized module becomes part of another.
-    """
-    return [
-        register_module_parameter_registration_hook(on_parameter),
-        register_module_module_registration_hook(on_child),
-    ]
-
-
 class WatchedParameters(dict[str, "nn.Parameter | None"]):
     """A module's parameter dictionary that reports reads of parameters of sharded units."""
 
@@ -494,7 +292,7 @@ class WatchedParameters(dict[str, "nn.Parameter | None"]):
     def __reduce__(self) -> Any:
         absent = next((unit for unit in self._units.values() if unit.state is ShardState.SHARDED), None)
         if absent is not None:
-            raise _reads_nan("pickling the model", next(absent.fqns()))
+            raise reads_nan("pickling the model", next(absent.fqns()))
         return dict, (dict(self),)
 
 
@@ -570,7 +368,7 @@ def freed_view(error: RuntimeError) -> EngineStateError | None:
     )
 
 
-def _producers(output: Any) -> list[Any]:
+def producers(output: Any) -> list[Any]:
     """Returns the autograd nodes that made an output, each once, with the nodes of the bases of views."""
     nodes: dict[Any, None] = {}  # ordered, without duplicates: outputs often share a node, such as views of a split
     for tensor in tensors_in(output):
@@ -580,13 +378,6 @@ def _producers(output: Any) -> list[Any]:
             if base is not None and base.grad_fn is not None:
                 nodes[base.grad_fn] = None
     return list(nodes)
-
-
-def _reads_nan(call: str, fqn: str) -> EngineStateError:
-    return EngineStateError(
-        f"{call}: {fqn} is sharded, and reads as NaN",
-        fix="read it inside engine.gathered(), or save with the checkpoint calls",
-    )
 
 
 def _refuse_tracing() -> None:
@@ -628,54 +419,3 @@ def _owners_below(root: nn.Module, unit: ParamUnit) -> list[nn.Module]:
         )
     ]
     return [module for module in owners if module is not root and id(module) not in compiled]
-
-
-class _Attached:
-    """A module hook that copies and pickles of the module leave out.
-
-    Args:
-        unit: unit of a hook before forward: a copy made while it is sharded refuses calls.
-    """
-
-    def __init__(self, function: Callable[..., Any], unit: ParamUnit | None = None) -> None:
-        self._function = function
-        self._unit = unit
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
-
-    def __reduce__(self) -> Any:
-        if self._unit is not None and self._unit.state is ShardState.SHARDED:
-            return _UnfilledCopy, (next(self._unit.fqns()),)
-        return _Detached, ()
-
-
-class _UnfilledCopy:
-    """A hook of a copy of sharded parameters: it refuses forwards until they have values."""
-
-    def __init__(self, fqn: str) -> None:
-        self._fqn = fqn
-        self._has_values = False
-
-    def __call__(self, module: nn.Module, *args: Any) -> None:
-        """Raises EngineStateError if all values of a parameter of the module are NaN, as in a sharded parameter."""
-        if self._has_values:
-            return
-        with torch._C.DisableTorchFunctionSubclass():  # a `ShardedParameter` would refuse to be read
-            numbers = (p.detach() for p in module.parameters() if p.is_floating_point() and p.numel() and not p.is_meta)
-            is_empty = any(bool(values.isnan().all()) for values in numbers)
-        if is_empty:
-            raise EngineStateError(
-                f"forward of a copied {type(module).__name__}: {self._fqn} was sharded when it was copied, and is NaN",
-                expected="a copy of whole parameters",
-                fix="copy inside zero.GatheredParameters(model.parameters()) or engine.gathered(), "
-                "or load a state dict into the copy",
-            )
-        self._has_values = True
-
-
-class _Detached:
-    """The replacement of a hook in the copy."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing."""

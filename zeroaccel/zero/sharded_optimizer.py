@@ -23,7 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
+from zeroaccel.errors import EngineStateError
 from zeroaccel.ops.device_kernels import DeviceKernels, kernels_for
 from zeroaccel.ops.moments import exponents_name
 from zeroaccel.ops.shard_step import ManyStep, ShardOptimizer, ShardStep, TensorStep
@@ -31,6 +33,7 @@ from zeroaccel.optim.optimizer_kinds import OptimizerKind, OptimizerKinds, StepC
 from zeroaccel.telemetry.timeline import span
 from zeroaccel.zero.grad_reducer import GradientBuffer
 from zeroaccel.zero.layout import FlatTensor
+from zeroaccel.zero.module_copies import LiveHook
 from zeroaccel.zero.param_unit import FlatBuffer
 from zeroaccel.zero.storage.copy_stream import CopyStream
 from zeroaccel.zero.storage.masters import MasterPiece, MasterStorage
@@ -121,6 +124,17 @@ class ShardedOptimizer:
                 pieces[piece.group].append((order[id(params[first.fqn])], piece))
         for group, own in zip(self.optimizer.param_groups, pieces, strict=True):
             group["params"] = [piece.param for _, piece in sorted(own, key=lambda item: item[0])]
+
+    def guard_step(self) -> RemovableHandle:
+        """Makes a program's `optimizer.step()` an error: the engine has taken the gradients off the parameters."""
+
+        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if not self.is_stepping:
+                raise EngineStateError(
+                    "optimizer.step(): the engine steps it, with gradients that it keeps", fix="call engine.step()"
+                )
+
+        return self.optimizer.register_step_pre_hook(LiveHook(before))
 
     @property
     def takes_control(self) -> bool:

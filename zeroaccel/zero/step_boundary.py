@@ -7,8 +7,10 @@ engine handles the loss scale, schedulers and counters.
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from zeroaccel.comm.agree import disagreement_report
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.stop_notice import stop_notice
 from zeroaccel.errors import CollectiveError, listed
-from zeroaccel.logs import logger
+from zeroaccel.logs import log_once, logger
 from zeroaccel.ops.device_kernels import kernels_for
 from zeroaccel.optim.rank_facts import HyperparameterCheck
 from zeroaccel.telemetry.timeline import named_range
@@ -35,6 +37,39 @@ from zeroaccel.zero.grad_norm import (
 from zeroaccel.zero.grad_reducer import GradReducer
 from zeroaccel.zero.weight_update import WeightUpdate
 
+_DIFFERING_ORDER = (
+    "the ranks launch gathers and reductions in different orders, as far as their computation differs: the results are"
+    " equal, but a rank that waits for its whole device in the middle of a step can deadlock with another; torch waits"
+    " so when it retries an allocation. Leave more device memory free (a smaller stage3_max_live_parameters or batch),"
+    " and call no torch.cuda.synchronize() or empty_cache() between forward and step()"
+)
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """The norms of one step's gradients, which may be on the device: the host waits for those that it reads.
+
+    Attributes:
+        check: the statistics.
+        loss_scale: of the step's backwards.
+        names: the unit of each gradient.
+    """
+
+    check: GradCheck
+    loss_scale: float
+    names: tuple[str, ...]
+
+    def norm(self) -> float | None:
+        """Returns the norm, unscaled and unclipped; inf if a gradient is not finite, None if it was not computed."""
+        return self.check.read().unscaled_norm(self.loss_scale)
+
+    def unit_norms(self) -> dict[str, float]:
+        """Returns the norm of each unit, unscaled and unclipped; empty unless the boundary `takes_norms`."""
+        squares: dict[str, float] = {}
+        for name, norm in zip(self.names, self.check.read_norms(), strict=False):
+            squares[name] = squares.get(name, 0.0) + (norm / self.loss_scale) ** 2
+        return {name: math.sqrt(square) for name, square in squares.items()}
+
 
 class StepBoundary:
     """Decides whether one engine's gradients update the weights, and by which factor.
@@ -50,6 +85,7 @@ class StepBoundary:
         check: statistics of the gradients for the next update; None before they are complete.
         factor: an upper bound of the clipping factor of the next update, set by the program.
         sends_stop: True if the ranks tell each other that one of them was asked to stop.
+        takes_norms: True if each step computes the norm of every gradient of a unit too, with the same collectives.
     """
 
     def __init__(
@@ -62,7 +98,7 @@ class StepBoundary:
     ) -> None:
         self.check: GradCheck | None = None
         self.factor = 1.0
-        self.sends_stop = False
+        self.sends_stop = self.takes_norms = False
         self._reducer = reducer
         self._weights = weights
         self._hyperparameters = hyperparameters
@@ -80,6 +116,18 @@ class StepBoundary:
     def is_examined(self) -> bool:
         """True if `check` is of the present gradients: the program has changed none since."""
         return self.check is not None and self._examined == self._reducer.changes
+
+    @property
+    def outcome(self) -> StepOutcome | None:
+        """The norms at the last update; None before the first."""
+        if self._last is None:
+            return None
+        return StepOutcome(*self._last, tuple(gradients.name for gradients in self._reducer.gradients))
+
+    @property
+    def is_known_late(self) -> bool:
+        """True if the host would wait for the device to read the outcome of the last step."""
+        return self._checks_on_device
 
     @property
     def grad_norm(self) -> float | None:
@@ -104,19 +152,23 @@ class StepBoundary:
     def take_stats(self, *, norm: bool) -> GradCheck:
         """Examines complete gradients and compares the ranks; once per step. (all ranks)"""
         ranks, self._examined = self._collectives, self._reducer.changes
-        shards = [(g.shard, g.buffer) for g in self._reducer.gradients if g.shard is not None]
+        gradients = self._reducer.gradients
         # Gradients that several ranks hold, on replicas or along another mesh axis, count once in the norm.
         counted = [
-            shard for shard, buffer in shards if ranks.replica == 0 and (ranks.is_first_data_group or buffer.is_split)
+            g.shard if ranks.replica == 0 and (ranks.is_first_data_group or g.buffer.is_split) else None
+            for g in gradients
         ]
-        tensors, device, facts = [shard for shard, _ in shards], self._reducer.device, self._reducer.facts
+        tensors, device = [g.shard for g in gradients if g.shard is not None], self._reducer.device
+        facts, norms = self._reducer.facts, self.takes_norms
         with named_range("norm"):
             if self._checks_on_device:
-                self.check = check_on_device(tensors, counted, ranks, device=device, digests=self._digests(), norm=norm)
+                self.check = check_on_device(
+                    tensors, counted, ranks, device=device, digests=self._digests(), norm=norm, norms=norms
+                )
             else:
                 if facts is None:
                     facts = join_facts_on_host(tensors, self._digests(), ranks, device)
-                self.check = stats_on_host(facts, counted, ranks, device, norm=norm)
+                self.check = stats_on_host(facts, counted, ranks, device, norm=norm, norms=norms)
         return self.check
 
     def read(self, check: GradCheck, step: int) -> GradStats:
@@ -135,6 +187,8 @@ class StepBoundary:
         if not stats.same_settings:
             self._drop()
             self._hyperparameters.refuse(step)
+        if not stats.same_order and self._reducer.device.type != "cpu":
+            log_once(logging.WARNING, _DIFFERING_ORDER)
         return stats
 
     def _disagreement(self) -> str:
@@ -249,4 +303,5 @@ class StepBoundary:
         # For an update during backward, the ranks compared settings before it; `replace_weights` checks them again.
         settings = 0 if self._weights.is_early else self._hyperparameters.digest()
         stop = self.sends_stop and stop_notice.received
-        return RankDigests(self._collectives.flight_recorder.digest(), settings, stop)
+        recorder = self._collectives.flight_recorder
+        return RankDigests(recorder.digest(), settings, stop, recorder.order_digest())

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from zeroaccel.comm.agree import agree_or_raise
@@ -25,9 +26,11 @@ from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.logs import logger
 from zeroaccel.telemetry import timeline
 from zeroaccel.telemetry.step_report import StepReport
-from zeroaccel.telemetry.timeline import CollectiveSpans, Timeline, clock_offsets
+from zeroaccel.telemetry.timeline import CollectiveSpans, Mark, Timeline, clock_offsets
 from zeroaccel.telemetry.trace_file import RankSpans, StepTraceFile, TraceFacts, Wait, write_trace
-from zeroaccel.zero.hooks import TimelineHooks
+from zeroaccel.zero.compiled import is_compiled_within
+from zeroaccel.zero.hooks import producers
+from zeroaccel.zero.module_copies import LiveHook
 from zeroaccel.zero.param_unit import ParamUnit
 from zeroaccel.zero.storage.placement import TierSet
 
@@ -56,6 +59,58 @@ class TracedParts:
     in_backward: Callable[[], bool]
     title: Callable[[], str]
     global_steps: Callable[[], int]
+
+
+class TimelineHooks:
+    """Records when each unit computes; attached on construction, while steps are traced.
+
+    It uses the same means as `Hooks`: module hooks, and prehooks of the nodes that made an output, so the graph stays
+    unchanged. A compiled model gets none, since the compiler would trace hooks within it.
+
+    Args:
+        units: all units, persistent ones included.
+        in_backward: returns True during a backward, when a forward is a recomputation.
+
+    Attributes:
+        is_attached: False for a compiled model.
+    """
+
+    def __init__(
+        self, root: nn.Module, units: Sequence[ParamUnit], timeline: Timeline, in_backward: Callable[[], bool]
+    ) -> None:
+        self._timeline, self._in_backward = timeline, in_backward
+        self._running: list[tuple[nn.Module, Mark]] = []
+        self._handles = ExitStack()
+        self.is_attached = not is_compiled_within(root)
+        seen: set[int] = set()  # several units may belong to one module, and compute together
+        for unit in units if self.is_attached else ():
+            for module in (module for module in unit.modules if id(module) not in seen):
+                seen.add(id(module))
+                before, after = self._around(unit.name)
+                # Registered after those of `Hooks`, so that a unit's gather does not count as its forward.
+                self._handles.callback(module.register_forward_pre_hook(LiveHook(before)).remove)
+                self._handles.callback(module.register_forward_hook(LiveHook(after), always_call=True).remove)
+
+    def detach(self) -> None:
+        """Removes every hook."""
+        self._handles.close()
+
+    def _around(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
+        timeline = self._timeline
+
+        def before(module: nn.Module, args: Any) -> None:
+            self._running.append((module, timeline.mark()))
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if not self._running or self._running[-1][0] is not module:
+                return  # a pre-hook raised before ours ran
+            _, begin = self._running.pop()
+            timeline.add("compute", name, begin, detail="recompute" if self._in_backward() else "forward")
+            if torch.is_grad_enabled():
+                for node in producers(output):
+                    node.register_prehook(lambda _: timeline.begin_backward(name))
+
+        return before, after
 
 
 class StepTrace:

@@ -14,6 +14,7 @@ from tests.support.pool import Ranks
 from tests.support.training import Toy, batches, config, offloaded, train, train_step
 from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.offload.file_io import IoSettings
+from zeroaccel.offload.host_buffers import HostArena
 from zeroaccel.zero.storage.state_offload import OffloadedStates
 
 
@@ -113,7 +114,7 @@ def _losses(settings: dict[str, Any]) -> list[float]:
 def test_parked_storages_keep_their_views() -> None:
     whole = torch.arange(100.0)
     part = torch.nn.Parameter(whole[10:20])
-    parked = OffloadedStates([whole, part], pinned=False)
+    parked = OffloadedStates([whole, part], HostArena(pinned=False))
     assert parked.nbytes == 400
     assert whole.untyped_storage().nbytes() == 0
     parked.restore()

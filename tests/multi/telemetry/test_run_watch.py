@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -86,3 +87,45 @@ def test_step_lines_count_the_tokens_of_all_ranks(ranks: Ranks) -> None:
 
 def test_runs_without_lines_exchange_no_tokens(ranks: Ranks) -> None:
     assert [exchanges for _, exchanges in ranks(2).run(_lines, {"steps_per_print": None}, 2)] == [0, 0]
+
+
+def _spiked(changes: dict[str, Any], spike: bool) -> tuple[list[str], list[float | None]]:
+    """Trains 14 steps; in the last but one, rank 1's second micro-batch has labels that are far off."""
+    lines = _Lines()
+    logger.addHandler(lines)
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    settings = {**config(3), "gradient_accumulation_steps": 2, "steps_per_print": 100, **changes}
+    engine, *_ = zeroaccel.initialize(model, config=settings)
+    rank, norms = engine.collectives.rank, []
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(14):
+        for micro in range(2):
+            x = torch.randn(4, 4, generator=generator)
+            far = 100.0 if spike and step == 12 and rank == 1 and micro == 1 else 0.0
+            engine.backward((engine(x) - x.sum(1, keepdim=True) - far).square().mean())
+            engine.step()
+        norms.append(engine.get_global_grad_norm())
+    engine.destroy()
+    logger.removeHandler(lines)
+    return lines.texts, norms
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_spike_names_units_rank_and_samples(ranks: Ranks, stage: int) -> None:
+    changes = {"zero_optimization": {"stage": stage}}
+    (first, _), (second, _) = ranks(2).run(_spiked, changes, spike=True)
+    assert second == []
+    (text,) = first
+    assert text.startswith("step 13: gradient norm ")
+    assert "by unit: " in text
+    assert "on rank 1, micro-batch 1, " in text
+    samples = 2 * 2 * config(3)["train_micro_batch_size_per_gpu"]
+    assert text.endswith(f"samples {12 * samples} to {13 * samples - 1} of this run")
+
+
+def test_a_steady_run_has_no_spike_and_watching_changes_no_norm(ranks: Ranks) -> None:
+    watched = ranks(2).run(_spiked, {}, spike=False)
+    plain = ranks(2).run(_spiked, {"steps_per_print": None}, spike=False)
+    assert [texts for texts, _ in watched] == [[], []]
+    assert [norms for _, norms in watched] == [norms for _, norms in plain]

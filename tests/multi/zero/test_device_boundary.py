@@ -180,9 +180,9 @@ def test_the_gradient_factor_on_the_device_equals_the_hosts() -> None:
         ):
             largest = torch.zeros(1, dtype=torch.int32)
             sums = torch.zeros(2, dtype=torch.int64)
-            facts = torch.empty(6, dtype=torch.float64)
+            facts = torch.empty(8, dtype=torch.float64)
             grad_norm.max_abs_into(grads[0], largest)
-            grad_norm.write_facts(largest, 1, 2, False, facts)
+            grad_norm.write_facts(largest, 1, 2, False, 3, facts)
             grad_norm.square_sums_into(grads[0], largest, sums)
             check = grad_norm.DeviceStats(facts, sums)
             control = check.control(rule)

@@ -196,6 +196,16 @@ def test_wrong_arguments_are_refused_by_name(make: Any, arguments: dict[str, Any
         make(**arguments)
 
 
+def test_every_setting_of_zero_in_a_launch_is_an_argument() -> None:
+    plugin = ZeroPlugin(zero_stage=3, zero_quantized_weights=True, zero_hpz_partition_size=2)
+    zero = plugin.deepspeed_config["zero_optimization"]
+    assert (zero["zero_quantized_weights"], zero["zero_hpz_partition_size"]) == (True, 2)
+    with pytest.raises(TypeError, match=r"'zero_quantised_weights'; did you mean 'zero_quantized_weights'\?"):
+        ZeroPlugin(zero_quantised_weights=True)
+    with refused(ConfigError, "ZeroPlugin(zero_hpz_partition_size): expected a whole number of at least 1, got 0"):
+        ZeroPlugin(zero_hpz_partition_size=0)
+
+
 def test_the_config_may_be_changed_until_prepare() -> None:
     plugin = ZeroPlugin({"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": "auto"})
     accelerator = Accelerator(zero_plugin=plugin)

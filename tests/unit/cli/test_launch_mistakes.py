@@ -64,6 +64,10 @@ def _refusal(arguments: str) -> str:
         ("--deepspeed_config_file stage.json", "zero_optimization.stage: expected 0, 1, 2 or 3, got 7"),
         ("--zero_stge 3", "No such option --zero_stge; did you mean --zero_stage?"),
         ("--zero_stage 7", "--zero_stage: expected 0, 1, 2 or 3, got 7"),
+        ("--use_deepspeed --multi_gpu", "--multi_gpu: conflicts with --use_deepspeed; keep one of the two"),
+        ("--use_deepspeed --distributed_type NO", "--use_deepspeed: conflicts with --distributed_type NO; keep one"),
+        ("--num_machines 2 --num_nodes 3", "--num_nodes 3: conflicts with --num_machines 2; keep one of the two"),
+        ("--num_processes 1:2 --min_processes 2", "--min_processes 2: conflicts with --min_processes 1; keep one"),
         ("--zero_stage two", "--zero_stage: expected a whole number, got 'two'"),
         (
             f"{FOLDER} /nowhere",

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.refusals import refused
+from zeroaccel import logs
+from zeroaccel.comm import environment
 from zeroaccel.comm.environment import (
     core_set,
     fair_threads,
@@ -177,3 +179,15 @@ def test_the_limit_of_open_files_follows_the_number_of_ranks() -> None:
     limit, said = limits_after(1024, 1024, 4096)
     assert limit == "4096"
     assert "1024 ranks need about 5632 open files per process, but the hard limit is 4096" in said
+
+
+def test_one_queue_for_all_streams_is_named_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logs, "_seen", set())
+    for value, count in (("8", 0), ("1", 1), ("1", 1)):
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", value)
+        environment.warn_of_one_queue()
+        assert len(caplog.records) == count
+    for part in ("CUDA_DEVICE_MAX_CONNECTIONS=1", "two NCCL communicators can deadlock", "unset it"):
+        assert part in caplog.text

@@ -50,6 +50,17 @@ def test_order_matters_within_a_kind_and_not_between_kinds() -> None:
     assert digest_of(("gather", "a"), ("reduce", "b")) == digest_of(("reduce", "b"), ("gather", "a"))
 
 
+def test_the_common_order_of_gathers_and_reductions_has_its_own_digest() -> None:
+    recorders = [FlightRecorder() for _ in range(3)]
+    for kinds, recorder in zip(("gather reduce", "reduce gather", "gather control reduce"), recorders, strict=True):
+        for kind in kinds.split():
+            _issue(recorder, kind, "a")  # type: ignore[arg-type]
+    one, other, more = (recorder.order_digest() for recorder in recorders)
+    assert one != other
+    assert one == more, "control messages are on another communicator"
+    assert 0 <= one < 2**52
+
+
 def test_a_difference_stays_in_the_digest() -> None:
     recorders = FlightRecorder(), FlightRecorder()
     for recorder, label in zip(recorders, "ab", strict=True):

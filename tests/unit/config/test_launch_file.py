@@ -192,3 +192,10 @@ def test_json_is_yaml_and_an_empty_file_has_no_settings(tmp_path: Path) -> None:
 def test_no_is_read_as_text_where_text_is_expected(tmp_path: Path) -> None:
     values = _read(tmp_path, "mixed_precision: no\ndistributed_type: NO\ndowncast_bf16: no\n").values
     assert values == {"mixed_precision": "no", "distributed_type": "NO", "num_processes": 1}
+
+
+def test_two_keys_of_one_setting_must_agree(tmp_path: Path) -> None:
+    text = "dynamo_backend: eager\ndynamo_config: {dynamo_backend: eager}\n"
+    assert _read(tmp_path, text).values["dynamo_backend"] == "eager"
+    with pytest.raises(ConfigError, match=r"launch.yaml:1:1: dynamo_backend: the same setting as dynamo_config"):
+        _read(tmp_path, text.replace("eager", "tvm", 1))

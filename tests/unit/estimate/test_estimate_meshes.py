@@ -294,6 +294,10 @@ def test_the_command_prints_meshes() -> None:
     said = typed("estimate 125m --ranks 4 --ranks_per_machine 2 --seq 64 --device_memory 80GB --tp_size 4")
     assert "GB that a rank sends per step, stage 1: tp 0." in said.out
     assert "tp 4 spans machines of 2 ranks" in said.err
+    assert "on GPUs 2 communicators take about 1.4 GB of each device besides" in said.err
+    said = typed("estimate 125m --ranks 4 --seq 64 --tp_size 2")
+    assert "on GPUs 6 communicators take about 4.1 GB" in said.err
+    assert "communicators" not in typed("estimate 2m --seq 64").err
 
 
 @pytest.mark.parametrize(

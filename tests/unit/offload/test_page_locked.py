@@ -11,11 +11,13 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 
+import zeroaccel
 from zeroaccel.config import TierPlan, load_config
 from zeroaccel.offload import page_locked
 from zeroaccel.offload.host_buffers import HostArena, aligned_bytes, empty_on_host
@@ -37,7 +39,7 @@ class Runtime:
         self.locked: dict[int, int] = {}
         self.refuses = 0
         self.pending_error = 0
-        self.synchronized = 0
+        self.copying = False
         self.current_device = 3
         self.devices: list[int] = []
 
@@ -53,13 +55,19 @@ class Runtime:
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
-        assert self.synchronized, "unlocked while copies may be under way"
+        assert not self.copying, "unlocked while copies may be under way"
         self.devices.append(self.current_device)
         del self.locked[address]
         return 0
 
     def cudaGetErrorString(self, code: int) -> str:
         return {2: "out of memory", 801: "operation not supported"}[code]
+
+
+class Stream(SimpleNamespace):
+    """A stream whose copies are complete unless the runtime is `copying`."""
+
+    __hash__ = object.__hash__
 
 
 @pytest.fixture
@@ -76,11 +84,21 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
         yield
         runtime.current_device = before
 
+    def wait() -> None:
+        runtime.copying = False
+
+    def never() -> None:
+        raise AssertionError("the host waits for the whole device")
+
+    copies = SimpleNamespace(query=lambda: not runtime.copying, synchronize=wait)
+    stream = Stream(device=torch.device("cuda", 3), record_event=lambda: copies)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: runtime.current_device)
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(page_locked, "_last_device", None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: setattr(runtime, "synchronized", runtime.synchronized + 1))
+    monkeypatch.setattr(torch.cuda, "synchronize", never)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: stream)
     ones = torch.ones
     monkeypatch.setattr(
         torch, "ones", lambda *size, device="cpu": (launch if device == "cuda" else ones)(*size, device=device)
@@ -107,17 +125,32 @@ def test_a_slab_has_the_pages_it_needs_and_no_more(runtime: Runtime) -> None:
     assert len(runtime.locked) == 1
 
 
-def test_the_last_view_unlocks_once_the_device_is_done(runtime: Runtime) -> None:
+def test_pages_without_views_are_unlocked_after_their_copies(runtime: Runtime) -> None:
     slab = empty_on_host((100, 3), torch.float32, pinned=True)
     view = slab[7]
     del slab
     gc.collect()
     assert runtime.locked
-    assert not runtime.synchronized
+    runtime.copying = True
     del view
     gc.collect()
+    assert runtime.locked, "the host neither waits nor unlocks"
+    aligned_bytes(PAGE, pinned=True)
+    gc.collect()
+    assert len(runtime.locked) == 2
+    runtime.copying = False
+    aligned_bytes(PAGE, pinned=True)
+    gc.collect()
+    assert runtime.locked == {}, "the next request and its end unlock them"
+
+
+def test_a_destroyed_engine_waits_for_copies_from_its_pages(runtime: Runtime) -> None:
+    runtime.copying = True
+    aligned_bytes(PAGE, pinned=True)
+    gc.collect()
+    assert runtime.locked
+    zeroaccel.initialize(torch.nn.Linear(4, 2), config={"train_micro_batch_size_per_gpu": 1})[0].destroy()
     assert runtime.locked == {}
-    assert runtime.synchronized == 1
 
 
 @pytest.mark.skipif(tuple(map(int, os.uname().release.split(".")[:2])) < (5, 14), reason="no MADV_POPULATE_WRITE")
@@ -357,10 +390,10 @@ def test_an_interpreter_that_ends_does_not_complain(runtime: Runtime, monkeypatc
     """CUDA may shut down before the last tensor ends."""
     slab = aligned_bytes(PAGE, pinned=True)
 
-    def gone() -> None:
+    def gone(device: torch.device) -> None:
         raise RuntimeError("driver shutting down")
 
-    monkeypatch.setattr(torch.cuda, "synchronize", gone)
+    monkeypatch.setattr(torch.cuda, "current_stream", gone)
     with contextlib.suppress(KeyError):
         runtime.locked.clear()
     del slab

@@ -379,12 +379,12 @@ def test_a_boundary_moves_few_bytes(name: str, grad_dtype: torch.dtype, most: in
 def test_every_kernel_is_one_of_the_source() -> None:
     kernels = Counted()
     row, code = torch.zeros(1, 100), torch.zeros(1, INT8.nbytes(100), dtype=torch.uint8)
-    largest, sums, facts = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int64), torch.zeros(6)
+    largest, sums, facts = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int64), torch.zeros(8)
     kernels.max_abs_into(row, largest)
     kernels.square_sums_into(row, largest, sums)
-    kernels.write_facts(largest, 1, 2, False, facts)
+    kernels.write_facts(largest, 1, 2, False, 3, facts)
     kernels.largest_of_facts(facts, largest)
-    kernels.finalize(facts, sums, torch.zeros(2), torch.zeros(5), (1.0, 1.0, 1.0), skip_overflow=True)
+    kernels.finalize(facts, sums, torch.zeros(2), torch.zeros(6), (1.0, 1.0, 1.0), skip_overflow=True)
     kernels.encode(row, code, INT8.format)
     kernels.decode(code, row, INT8.format)
     kernels.sum_codes(code.view(1, 1, -1), row, 0, torch.zeros(1, 100), INT8.format)
@@ -403,10 +403,10 @@ def test_tensors_of_a_device_use_its_kernels(name: str, monkeypatch: pytest.Monk
     with torch.device("meta"):
         master, grad, out = torch.zeros(100), torch.zeros(100), torch.zeros(100).bfloat16()
         largest, sums = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
-        facts, control, summary = torch.zeros(6), torch.zeros(2), torch.zeros(5)
+        facts, control, summary = torch.zeros(8), torch.zeros(2), torch.zeros(6)
         codes = torch.zeros(1, INT8.nbytes(100), dtype=torch.uint8)
     reductions.max_abs_into(grad, largest)
-    step_control.write_facts(largest, 1, 2, False, facts)
+    step_control.write_facts(largest, 1, 2, False, 3, facts)
     step_control.largest_of_facts(facts, largest)
     reductions.square_sums_into(grad, largest, sums)
     factors = {"scale": 2.0, "clipping": 1.0, "grad_factor": 1.0}

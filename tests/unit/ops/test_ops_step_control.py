@@ -110,7 +110,7 @@ def host_decision(
     facts: Tensor, sums: Tensor | None, *, scale: float, clipping: float, grad_factor: float, skip_overflow: bool
 ) -> tuple[list[float], list[float]]:
     """Returns (control, summary) as the engine decides with host numbers."""
-    largest, history, negative_history, settings, negative_settings, stop = facts.tolist()
+    largest, history, negative_history, settings, negative_settings, stop, order, negative_order = facts.tolist()
     finite = math.isfinite(largest)
     same = [history == -negative_history, settings == -negative_settings]
     norm = math.nan
@@ -121,7 +121,7 @@ def host_decision(
     applies = all(same) and (finite or not skip_overflow)
     with np.errstate(over="ignore"):
         control = [float(np.float32(min(clip, grad_factor) / scale)), float(applies)]
-    return control, [float(finite), norm, *map(float, same), stop]
+    return control, [float(finite), norm, *map(float, same), stop, float(order == -negative_order)]
 
 
 def random_sums(seed: int) -> list[int]:
@@ -157,9 +157,9 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 def test_decisions_have_the_bits_of_the_host(clipping: float, skip_overflow: bool) -> None:
     decide = {"clipping": clipping, "skip_overflow": skip_overflow}
     for fact, both, scale, grad_factor in itertools.product(FACTS, SUMS, [1.0, 3.7, 65536.0], [1.0, 0.37, 7.0]):
-        facts = torch.tensor([*fact, float(scale > 1.0)], dtype=torch.float64)
+        facts = torch.tensor([*fact, float(scale > 1.0), 3.0, -scale], dtype=torch.float64)
         sums = None if both is None else torch.tensor(both)
-        control, summary = torch.full((2,), 5.0), torch.full((5,), 5.0, dtype=torch.float64)
+        control, summary = torch.full((2,), 5.0), torch.full((6,), 5.0, dtype=torch.float64)
         finalize(facts, sums, scale=scale, grad_factor=grad_factor, control=control, summary=summary, **decide)
         wanted = host_decision(facts, sums, scale=scale, grad_factor=grad_factor, **decide)
         assert repr((control.tolist(), summary.tolist())) == repr(wanted)  # repr, as NaN is not equal to itself
@@ -167,11 +167,11 @@ def test_decisions_have_the_bits_of_the_host(clipping: float, skip_overflow: boo
 
 @pytest.mark.usefixtures("path")
 def test_facts_of_ranks_are_joined_by_a_maximum() -> None:
-    facts = torch.empty(2, 6, dtype=torch.float64)
-    write_facts(pattern_of(1.5), 2**52 - 1, 3, False, facts[0])
-    write_facts(pattern_of(-math.nan) & 0x7FFFFFFF, 2**52 - 1, 4, True, facts[1])
+    facts = torch.empty(2, 8, dtype=torch.float64)
+    write_facts(pattern_of(1.5), 2**52 - 1, 3, False, 7, facts[0])
+    write_facts(pattern_of(-math.nan) & 0x7FFFFFFF, 2**52 - 1, 4, True, 8, facts[1])
     joined = facts.amax(0)
-    assert joined.tolist() == [math.inf, 2**52 - 1, 1 - 2**52, 4, -3, 1]
+    assert joined.tolist() == [math.inf, 2**52 - 1, 1 - 2**52, 4, -3, 1, 8, -7]
     largest = torch.zeros(1, dtype=torch.int32)
     largest_of_facts(facts[0], largest)
     assert int(largest) == int(pattern_of(1.5))

@@ -29,7 +29,7 @@ from zeroaccel.telemetry.trace_file import (
     trace_events,
     write_trace,
 )
-from zeroaccel.zero.hooks import TimelineHooks
+from zeroaccel.zero.step_trace import TimelineHooks
 
 MS = 1_000_000  # nanoseconds
 GATHER = "gather/all_gather/forward/"

@@ -136,13 +136,17 @@ class FlightRecorder:
         self._entries: deque[CollectiveRecord] = deque(maxlen=capacity)
         self._waits: list[CollectiveRecord] = []
         self._histories: dict[Kind, _History] = {kind: _History() for kind in KINDS}
+        self._merged = 0
 
     def issue(self, kind: Kind, op: str, label: str, numel: int, dtype: str) -> CollectiveRecord:
         """Numbers a new collective and adds it to the history."""
         # The digest is a polynomial in the calls, so that ranks compare histories of any length by one number.
         history = self._histories[kind]
         history.seq += 1
-        history.digest = (history.digest * _MULTIPLIER + _fingerprint(op, label, numel, dtype)) & _MASK
+        fingerprint = _fingerprint(op, label, numel, dtype)
+        history.digest = (history.digest * _MULTIPLIER + fingerprint) & _MASK
+        if kind != "control":
+            self._merged = (self._merged * _MULTIPLIER + fingerprint + (kind == "reduce")) & _MASK
         entry = CollectiveRecord(kind, history.seq, op, label, numel, dtype, self.phase, history.digest)
         self._entries.append(entry)
         if self.listener is not None:
@@ -208,6 +212,10 @@ class FlightRecorder:
         therefore differ if and only if (up to a chance of 2^-52) two ranks have desynced.
         """
         return _mix(history.digest for history in self._histories.values()) >> 12
+
+    def order_digest(self) -> int:
+        """Returns the common order of gathers and reductions as a number below 2^52; it may differ between ranks."""
+        return _mix([self._merged]) >> 12
 
 
 def _mix(values: Iterable[int]) -> int:

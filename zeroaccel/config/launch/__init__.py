@@ -1,1 +1,1 @@
-"""Launch settings: from the launch file, flags, the environment and files of other launchers."""
+"""Launch settings: one row each (`setting_table`), which `resolution` finds in flags, environment and files."""

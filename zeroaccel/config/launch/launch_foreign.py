@@ -13,22 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import zeroaccel.config.launch.foreign_names as names
 from zeroaccel.config.diagnostics import KeyPath, Problem, closest
-from zeroaccel.config.launch.foreign_names import (
-    FSDP_KEYS,
-    FSDP_LEFT_OUT,
-    FSDP_NUMBERS,
-    FSDP_RESHARD,
-    FSDP_STAGES,
-    FSDP_STRATEGY,
-    IDLE_KEYS,
-    JSON_KEYS,
-    KINDS_OF_SECTIONS,
-    LIKE_GPU,
-    MPI_LAUNCHERS,
-    OTHER_AXES,
-    SAYS_NOTHING,
-)
 from zeroaccel.config.launch.launch_settings import LaunchFile
 from zeroaccel.config.launch.setting_table import DYNAMO_SECTION, MACHINES, MESH_SECTION, SETTINGS, ZERO_SECTION
 from zeroaccel.config.section import as_text, out_of_quotes
@@ -75,9 +61,9 @@ def translate_fsdp(fsdp: Mapping[str, Any], num_machines: int = 1) -> FsdpTransl
         elif key == "fsdp_state_dict_type":
             is_full = str(value).upper() in ("FULL_STATE_DICT", "1")
             _at_stage_3(key, value, "zero3_save_16bit_model", is_full, stage, translation)
-        elif key in FSDP_LEFT_OUT:
-            translation.notes.append((key, f"left out, {FSDP_LEFT_OUT[key]}"))
-        elif key not in (FSDP_STRATEGY, FSDP_RESHARD):
+        elif key in names.FSDP_LEFT_OUT:
+            translation.notes.append((key, f"left out, {names.FSDP_LEFT_OUT[key]}"))
+        elif key not in (names.FSDP_STRATEGY, names.FSDP_RESHARD):
             _unknown(key, written[key], translation)
     return translation
 
@@ -90,12 +76,12 @@ def fsdp_of_words(words: str) -> dict[str, Any]:
     """
     fsdp: dict[str, Any] = {}
     for word in _joined(words).replace(",", " ").split():
-        if word.upper() in FSDP_STAGES and FSDP_STRATEGY not in fsdp:
-            fsdp[FSDP_STRATEGY] = word.upper()
+        if word.upper() in names.FSDP_STAGES and names.FSDP_STRATEGY not in fsdp:
+            fsdp[names.FSDP_STRATEGY] = word.upper()
         elif word == "offload":
             fsdp["fsdp_offload_params"] = True
         elif word != "auto_wrap":
-            strategies = ", ".join(name.lower() for name in FSDP_STAGES)
+            strategies = ", ".join(name.lower() for name in names.FSDP_STAGES)
             raise ConfigError("--fsdp", expected=f"one of {strategies}, auto_wrap and offload", got=words)
     return fsdp
 
@@ -108,20 +94,20 @@ def _stage(
     settings: Mapping[str, Any], written: Mapping[str, str], num_machines: int, translation: FsdpTranslation
 ) -> int:
     # FSDP2 has no strategy: accelerate reads only the other key.
-    is_second = str(settings.get("fsdp_version", "")) == "2" and FSDP_RESHARD in settings
-    key = FSDP_RESHARD if is_second or FSDP_STRATEGY not in settings else FSDP_STRATEGY
+    is_second = str(settings.get("fsdp_version", "")) == "2" and names.FSDP_RESHARD in settings
+    key = names.FSDP_RESHARD if is_second or names.FSDP_STRATEGY not in settings else names.FSDP_STRATEGY
     strategy = _joined(str(settings.get(key, "FULL_SHARD"))).upper().removeprefix("SHARDINGSTRATEGY.").removeprefix("_")
     # FSDP2 without reshard_after_forward keeps parameters unsharded between forward and backward, as stage 2 does.
-    word = {"TRUE": "FULL_SHARD", "FALSE": "SHARD_GRAD_OP"}.get(strategy, FSDP_NUMBERS.get(strategy, strategy))
-    if word not in FSDP_STAGES:
-        expected = " or ".join(FSDP_STAGES) if key == FSDP_STRATEGY else "true or false"
+    word = {"TRUE": "FULL_SHARD", "FALSE": "SHARD_GRAD_OP"}.get(strategy, names.FSDP_NUMBERS.get(strategy, strategy))
+    if word not in names.FSDP_STAGES:
+        expected = " or ".join(names.FSDP_STAGES) if key == names.FSDP_STRATEGY else "true or false"
         translation.problems.append(Problem((written[key],), expected=expected, got=settings[key]))
         return 3
-    stage = FSDP_STAGES[word]
+    stage = names.FSDP_STAGES[word]
     translation.say("zero_stage", stage, key if key in settings else "")
     text = f"{as_text(settings[key])} -> " if key in settings else "not given, so all states are sharded -> "
-    translation.notes.append((key if key in settings else FSDP_STRATEGY, f"{text}zero_stage {stage}"))
-    other = FSDP_STRATEGY if key == FSDP_RESHARD else FSDP_RESHARD
+    translation.notes.append((key if key in settings else names.FSDP_STRATEGY, f"{text}zero_stage {stage}"))
+    other = names.FSDP_STRATEGY if key == names.FSDP_RESHARD else names.FSDP_RESHARD
     if other in settings:
         translation.notes.append((other, f"left out, because {key} takes precedence"))
     if word.startswith("HYBRID") and num_machines > 1:
@@ -156,7 +142,7 @@ def _at_stage_3(key: str, value: Any, name: str, meaning: bool, stage: int, tran
 
 
 def _unknown(key: str, written: str, translation: FsdpTranslation) -> None:
-    meant = closest(key, FSDP_KEYS)
+    meant = closest(key, names.FSDP_KEYS)
     if meant:
         translation.problems.append(Problem((written,), text="unknown key", fix=f"did you mean {meant}?"))
     else:
@@ -210,8 +196,8 @@ def settle_foreign_keys(
     if kind == "FSDP":
         _translate(foreign, fsdp_flags or {})
     elif fsdp_flags:
-        names = ", ".join(f"--{key}" for key in fsdp_flags)
-        foreign.notes.append(((), f"{names}: no effect without --use_fsdp"))
+        flags = ", ".join(f"--{key}" for key in fsdp_flags)
+        foreign.notes.append(((), f"{flags}: no effect without --use_fsdp"))
     if kind in ("NO", "MULTI_GPU", "MULTI_CPU"):
         _drop_zero(foreign, kind)
     if kind == "NO" and _count(foreign.tree, "num_processes") != 1:
@@ -232,7 +218,7 @@ def _count(tree: Mapping[Any, Any], name: str, default: int | None = 1) -> objec
 
 def _brought_to_this_machine(foreign: ForeignKeys) -> None:
     kind = _kind(foreign.tree)
-    if kind in LIKE_GPU:
+    if kind in names.LIKE_GPU:
         foreign.tree["distributed_type"] = "MULTI_GPU"
         foreign.notes.append((("distributed_type",), f"{kind} -> MULTI_GPU, on the accelerators of this machine"))
 
@@ -251,7 +237,7 @@ def _of_older_files(foreign: ForeignKeys) -> None:
         backend = foreign.tree.pop("dynamo_backend")
         if not isinstance(section, dict):
             foreign.problems.append(Problem((DYNAMO_SECTION,), expected="an object", got=section))
-        elif "dynamo_backend" in section:
+        elif section.get("dynamo_backend", backend) != backend:
             text = f"the same setting as {DYNAMO_SECTION}.dynamo_backend"
             foreign.problems.append(Problem(("dynamo_backend",), text=text, fix="keep one of the two"))
         else:
@@ -280,13 +266,13 @@ def _translate_tp(foreign: ForeignKeys) -> str:
 
 def _drop_idle(foreign: ForeignKeys, kind: str | None) -> None:
     tree = foreign.tree
-    for key, reason in IDLE_KEYS.items():
-        is_filled = tree.get(key) not in SAYS_NOTHING
+    for key, reason in names.IDLE_KEYS.items():
+        is_filled = tree.get(key) not in names.SAYS_NOTHING
         if key in tree and (is_filled or key not in LaunchFile.model_fields):
             del tree[key]
         if is_filled:
             foreign.notes.append(((key,), f"does nothing, {reason}"))
-    for key, kinds in KINDS_OF_SECTIONS.items():
+    for key, kinds in names.KINDS_OF_SECTIONS.items():
         if tree.get(key) and kind not in kinds:
             del tree[key]
             about_kind = "no distributed_type is given" if kind is None else f"distributed_type is {kind}"
@@ -303,9 +289,9 @@ def _drop_idle(foreign: ForeignKeys, kind: str | None) -> None:
 
 
 def refused_axis(name: str, value: object) -> str:
-    """Returns why a value of `OTHER_AXES` is refused, or the empty string for a value without effect."""
+    """Returns why a value of `names.OTHER_AXES` is refused, or the empty string for a value without effect."""
     divides_nothing = str(value).lower() in ("none", "0", "1", "deepspeed" if name == "sp_backend" else "")
-    return "" if divides_nothing else OTHER_AXES[name]
+    return "" if divides_nothing else names.OTHER_AXES[name]
 
 
 def _settle_axes(foreign: ForeignKeys) -> None:
@@ -320,7 +306,7 @@ def _settle_axes(foreign: ForeignKeys) -> None:
     ours = {}
     for key, value in section.items():
         name = str(key).removeprefix(f"{MESH_SECTION}_")
-        if name not in OTHER_AXES:
+        if name not in names.OTHER_AXES:
             ours[key] = value
         elif reason := refused_axis(name, value):
             foreign.problems.append(Problem((MESH_SECTION, str(key)), text=reason, got=value, fix="remove it"))
@@ -370,7 +356,7 @@ def _settle_section(foreign: ForeignKeys) -> None:
         if key in _NAMES:
             if not (_NAMES[key].kind in ("file", "folder", "number") and str(value).lower() == "none"):
                 settled[key] = value
-        elif key in JSON_KEYS:
+        elif key in names.JSON_KEYS:
             text = "does nothing, as in accelerate: it belongs in the JSON file of deepspeed_config_file"
             foreign.notes.append(((ZERO_SECTION, key), text))
         elif closest(str(key), _NAMES):
@@ -378,7 +364,7 @@ def _settle_section(foreign: ForeignKeys) -> None:
         else:
             foreign.notes.append(((ZERO_SECTION, key), "does nothing, because accelerate ignores unknown keys"))
     for key in ("deepspeed_multinode_launcher", "multinode_launcher"):
-        if _count(foreign.tree, "num_machines", None) != 1 and str(settled.get(key, "")).lower() in MPI_LAUNCHERS:
+        if _count(foreign.tree, "num_machines", None) != 1 and str(settled.get(key, "")).lower() in names.MPI_LAUNCHERS:
             text = f"{settled[key]} -> ssh, which starts the same job on the machines of the hostfile"
             foreign.notes.append(((ZERO_SECTION, key), text))
             settled[key] = "ssh"

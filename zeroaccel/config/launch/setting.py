@@ -27,88 +27,53 @@ class Choice:
 
 @dataclass(frozen=True)
 class Ask:
-    """The question of `zeroaccel config` about a setting; `zeroaccel.cli.config.questions` has the functions by name.
+    """The question of `zeroaccel config` about a setting; `cli.config.questions` has the functions by name."""
 
-    Attributes:
-        words: the question.
-        when: names of the conditions under which it is asked.
-        default: the default answer; with a gate, it is only proposed.
-        computed: name of the function that computes the default answer.
-        gate: a question that is asked first; its default "no" leaves the setting out.
-        choices: the answers, the first of which is the default; by default those of the setting.
-        check: name of the function that checks an answer.
-        takes_auto: True if "auto" leaves the value to the script.
-    """
-
-    words: str
-    when: str = ""
-    default: Any = None
-    computed: str = ""
-    gate: str = ""
-    choices: tuple[Choice, ...] = ()
-    check: str = ""
-    takes_auto: bool = False
+    words: str  # the question
+    when: str = ""  # names of the conditions under which it is asked
+    default: Any = None  # the default answer, which is only proposed if there is a gate
+    computed: str = ""  # name of the function that computes the default answer
+    gate: str = ""  # a question that is asked first; its default "no" leaves the setting out
+    choices: tuple[Choice, ...] = ()  # the answers, the first is the default; else those of the setting
+    check: str = ""  # name of the function that checks an answer
+    takes_auto: bool = False  # "auto" leaves the value to the script
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting of a launch.
+    """One setting of a launch."""
 
-    Attributes:
-        name: its name in code, and by default as a flag and as a key of the launch file.
-        kind: kind of its value.
-        group: heading of its flag in help; "" for one that follows from others and has neither flag nor key.
-        about: its help, with the default in brackets if that is not the value of `default`.
-        default: the value without which a launch does not set it.
-        from_zero: True if a number may be 0.
-        choices: the possible values, which may be written in any case.
-        synonyms: other words for some of the values.
-        refused: word that other launchers take -> the remedy.
-        expected: the valid values in messages; by default the choices.
-        metavar: placeholder for the value in help; by default derived from the kind.
-        flag: its flag, if that is not "--" and the name.
-        short: its flag in the `deepspeed` command or in torchrun.
-        spelled: further names as a flag and as a key of the launch file.
-        takes_value: True for a switch whose flag takes true or false, as in accelerate.
-        same: flag of another launcher with the same value -> what its help adds.
-        means: switch of another launcher -> the value that it gives to this setting.
-        section: section of the launch file with its key; "" for the file itself.
-        variables: further variables that the launcher reads, after ZEROACCEL_ and the name.
-        rank_variable: variable that passes it to ranks and to scripts for accelerate.
-        json_path: dotted path of the same setting in the JSON config, in the schema's names.
-        fact: name of the fact that it gives to the config (`config.auto_values.Facts`), by default its own name.
-        unresolved: value in place of an "auto" of the JSON config that nothing sets.
-        reader: who reads it; by default the launcher, or the ranks if there is a variable for them.
-        ask: the question about it.
-        question: name of the question, if that is not the setting's.
-    """
-
-    name: str
+    name: str  # in code, and by default as a flag and as a key of the launch file
     kind: Kind
-    group: str
-    about: str
-    default: Any = None
-    from_zero: bool = False
-    choices: tuple[Any, ...] = ()
-    synonyms: Mapping[str, str] = field(default_factory=dict)
-    refused: Mapping[str, str] = field(default_factory=dict)
-    expected: str = ""
-    metavar: str = ""
-    flag: str = ""
-    short: str = ""
-    spelled: tuple[str, ...] = ()
-    takes_value: bool = False
-    same: Mapping[str, str] = field(default_factory=dict)
-    means: Mapping[str, Any] = field(default_factory=dict)
-    section: str = ""
-    variables: tuple[str, ...] = ()
-    rank_variable: str = ""
-    json_path: str = ""
-    fact: str = ""
-    unresolved: Any = None
-    reader: str = ""
+    group: str  # heading of its flag in help; "" for a setting that has neither flag nor key
+    about: str  # its help, with the default in brackets if `default` is not the whole truth
+
+    # The value.
+    default: Any = None  # a launch without the setting behaves as with this value
+    from_zero: bool = False  # a number may be 0
+    choices: tuple[Any, ...] = ()  # the possible values, which may be written in any case
+    synonyms: Mapping[str, str] = field(default_factory=dict)  # other words for some of the values
+    refused: Mapping[str, str] = field(default_factory=dict)  # word that other launchers take -> the remedy
+    expected: str = ""  # the valid values in messages, by default the choices
+
+    # Its names: as a flag, in other launchers, in the launch file, in the environment, in the JSON config.
+    metavar: str = ""  # placeholder for the value in help, by default derived from the kind
+    flag: str = ""  # its flag, if that is not "--" and the name
+    short: str = ""  # its flag in the `deepspeed` command or in torchrun
+    spelled: tuple[str, ...] = ()  # further names as a flag and as a key of the launch file
+    takes_value: bool = False  # the flag of a switch takes true or false, as in accelerate
+    same: Mapping[str, str] = field(default_factory=dict)  # other launcher's flag -> words that its help adds
+    means: Mapping[str, Any] = field(default_factory=dict)  # other launcher's switch -> the value that it gives
+    section: str = ""  # section of the launch file with its key
+    variables: tuple[str, ...] = ()  # variables that the launcher reads after ZEROACCEL_ and the name
+    rank_variable: str = ""  # variable that passes it to ranks and to scripts for accelerate
+    json_path: str = ""  # dotted path of the same setting in the JSON config, in the schema's names
+    fact: str = ""  # its name in `config.auto_values.Facts`, by default its own
+    unresolved: Any = None  # value in place of an "auto" of the JSON config that nothing sets
+
+    reader: str = ""  # the program that reads it, by default the launcher, or the ranks if they have a variable
     ask: Ask | None = None
-    question: str = ""
+    question: str = ""  # name of the question, if that is not the setting's
 
     @property
     def flag_name(self) -> str:

@@ -24,6 +24,10 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.overrides import TorchFunctionMode
 
 from zeroaccel.comm.collectives import Collectives
@@ -35,7 +39,6 @@ from zeroaccel.zero.access.full_params import store, take_assigned
 from zeroaccel.zero.access.param_registry import ParamHandle, ParamRegistry, handle_of
 from zeroaccel.zero.build_units import initial_values
 from zeroaccel.zero.from_config import DTYPES
-from zeroaccel.zero.hooks import watch_construction
 from zeroaccel.zero.layout import FlatLayout
 from zeroaccel.zero.model_check import float64_error
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
@@ -462,8 +465,10 @@ class Init:
         if self._shards is None:
             return self
         if not _ACTIVE:
-            for handle in watch_construction(_parameter_registered, _module_registered):
-                self._undo.callback(handle.remove)
+            # For every registration in any module of the process: of a parameter before it happens, and of a module
+            # that is initialized and becomes part of another.
+            self._undo.callback(register_module_parameter_registration_hook(_parameter_registered).remove)
+            self._undo.callback(register_module_module_registration_hook(_module_registered).remove)
             self._undo.enter_context(_UseMode())
         _ACTIVE.append(self)
         return self

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from zeroaccel.comm.collectives import Work
+from zeroaccel.offload import copying_stream
 from zeroaccel.offload.host_buffers import HostArena
 from zeroaccel.telemetry.timeline import span
 
@@ -97,8 +98,8 @@ class CopyStream:
         self._streams = torch.get_device_module(device)
         self._arena = HostArena(pinned=pinned)  # copies to the host have the same sizes in every step
         # The device has a copy engine for each direction: gradients leave while weights arrive.
-        self._to_device = self._streams.Stream(device)
-        self._to_host = self._streams.Stream(device)
+        self._to_device = copying_stream(device)
+        self._to_host = copying_stream(device)
         self._joining = self._streams.Stream(device)  # waits for the work behind a source, not for earlier copies
         # Events after the last copy of each direction for which the host has not waited.
         self._last_read: torch.Event | None = None

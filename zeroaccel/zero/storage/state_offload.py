@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from zeroaccel.errors import EngineStateError, UsageError
-from zeroaccel.offload.host_buffers import empty_on_host
+from zeroaccel.offload.host_buffers import HostArena
+from zeroaccel.ops.device_threads import CPU
 from zeroaccel.zero.grad_reducer import GradReducer
 from zeroaccel.zero.param_unit import ParamUnit
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
@@ -22,32 +23,43 @@ KINDS = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_
 
 
 class OffloadedStates:
-    """Storages whose bytes are in host memory until `restore`.
+    """Storages whose bytes are in host memory until `restore`; the host waits once for each direction.
 
     Args:
         tensors: tensors on one device; several views of one storage are moved once.
-        pinned: page-lock the host memory.
+        arena: the host memory; after `restore` it has room for the next ones.
     """
 
-    def __init__(self, tensors: Iterable[Tensor], *, pinned: bool) -> None:
-        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+    def __init__(self, tensors: Iterable[Tensor], arena: HostArena) -> None:
+        storages = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
         self._copies: list[tuple[torch.UntypedStorage, Tensor]] = []
-        for storage in storages.values():
+        self._device = next((tensor.device for tensor in storages.values()), CPU)
+        for storage in [tensor.untyped_storage() for tensor in storages.values()]:
             if storage.nbytes():
-                source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-                host = empty_on_host((storage.nbytes(),), torch.uint8, pinned=pinned)
-                host.copy_(source)
-                del source
-                storage.resize_(0)
+                host = arena.empty((storage.nbytes(),), torch.uint8)
+                host.copy_(self._bytes_of(storage), non_blocking=True)
                 self._copies.append((storage, host))
+        self._await_copies()
+        for storage, _ in self._copies:
+            storage.resize_(0)
+        if self._device.type != "cpu":  # another process or library may use the memory
+            torch.get_device_module(self._device).empty_cache()
         self.nbytes = sum(host.numel() for _, host in self._copies)
 
     def restore(self) -> None:
         """Reallocates every storage and copies its bytes back."""
         for storage, host in self._copies:
             storage.resize_(host.numel())
-            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(host)
+            self._bytes_of(storage).copy_(host, non_blocking=True)
+        self._await_copies()
         self._copies.clear()
+
+    def _await_copies(self) -> None:
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).current_stream(self._device).synchronize()
+
+    def _bytes_of(self, storage: torch.UntypedStorage) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
 
 
 class StateOffload:
@@ -62,6 +74,7 @@ class StateOffload:
         self._reducer = reducer
         self._optimizer = optimizer
         self._offloaded: OffloadedStates | None = None
+        self._arena: HostArena | None = None  # page-locking takes longer than the copies, so it is kept
 
     def kinds(self, include: Iterable[object] | None, device: object) -> list[str]:
         """Checks the arguments of `Engine.offload_states`; returns the kinds to move."""
@@ -78,7 +91,11 @@ class StateOffload:
         """Moves the states of these kinds from the device to host memory."""
         # Units are sharded at this point. Tensors in host memory stay there, which on a CPU are all.
         tensors = [tensor for kind in kinds for tensor in self._tensors(kind) if tensor.device.type != "cpu"]
-        self._offloaded = OffloadedStates(tensors, pinned=pinned and bool(tensors))
+        arena = self._arena
+        if arena is None or not pinned:
+            arena = HostArena(pinned=pinned and bool(tensors))
+        self._arena = arena if pinned and tensors else self._arena
+        self._offloaded = OffloadedStates(tensors, arena)
 
     def reload(self) -> None:
         """Moves the states back; does nothing without an earlier `offload`."""
