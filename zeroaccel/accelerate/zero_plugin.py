@@ -324,32 +324,16 @@ class ZeroPlugin:
                 "`with plugin.zero3_init_context_manager(enable=True):`",
             )
 
-    def _read(
-        self,
-        argument: Mapping[str, Any] | str | os.PathLike[str] | None,
-        settings: LaunchedSettings,
-        sources: Mapping[str, str],
-    ) -> None:
-        source = argument if argument is not None else settings.deepspeed_config_file
+    def _read(self, argument: Any, launch: LaunchedSettings, sources: Mapping[str, str]) -> None:
+        source = argument if argument is not None else launch.deepspeed_config_file
         if source is None:
-            # Without a config: a default config in which facts are values and all other keys are "auto".
+            # Without a config: a default config of all facts, in which the other batch sizes are "auto".
             self._name, self._is_own = "ZeroPlugin", True
-            auto = dict.fromkeys(("stage", "stage3_gather_16bit_weights_on_model_save"), "auto")
-            self.deepspeed_config = {
-                **dict.fromkeys(_BATCH_KEYS, "auto"),
-                "zero_optimization": {
-                    **auto,
-                    "offload_optimizer": {"device": "auto", "nvme_path": "auto"},
-                    "offload_param": {"device": "auto", "nvme_path": "auto"},
-                },
-            }
+            self.deepspeed_config = dict.fromkeys(_BATCH_KEYS, "auto")
             for name, place in _PLACES.items():
-                fact = self._facts.by_name().get(_SETTINGS[name].fact_name)
-                if fact is not None:
+                if (fact := self._facts.by_name().get(_SETTINGS[name].fact_name)) is not None:
                     put(self.deepspeed_config, place.split("."), fact.value)
                     self._places[place] = fact.source
-                elif place.endswith("nvme_path"):
-                    at(self.deepspeed_config, place.removesuffix(".nvme_path")).pop("nvme_path", None)
             return
         try:
             document = read_document(source)
@@ -365,22 +349,16 @@ class ZeroPlugin:
         self.deepspeed_config = document.tree
         self._places = {dotted(path): place for path, place in document.places.items()}
 
-    def _leaf_classes(self, argument: str | None, settings: LaunchedSettings, sources: Mapping[str, str]) -> None:
-        text = argument if argument is not None else settings.deepspeed_moe_layer_cls_names
-        if not text:
-            return
-        source = "ZeroPlugin(transformer_moe_cls_names)"
-        if argument is None:
+    def _leaf_classes(self, argument: str | None, launch: LaunchedSettings, sources: Mapping[str, str]) -> None:
+        text, source = argument, "ZeroPlugin(transformer_moe_cls_names)"
+        if text is None and (text := launch.deepspeed_moe_layer_cls_names) is not None:
             source = sources["deepspeed_moe_layer_cls_names"]
-        names = [name.strip() for name in text.split(",") if name.strip()]
-        place = "zero_optimization.leaf_module.classes"
-        configured = self.get_value(place)
-        if configured is not None and list(configured) != names:
-            raise ConfigError(
-                f"{self._places.get(place, self._name)}: {place}: {configured} here, but {names} from {source}",
-                fix="keep one of the two",
-            )
-        self.prescribe(place, names, source)
+        if names := [name.strip() for name in (text or "").split(",") if name.strip()]:
+            place = "zero_optimization.leaf_module.classes"
+            configured = self.get_value(place)
+            if configured is not None and list(configured) != names:
+                raise self._differs(place, place, f"{configured}", f"{names}", source)
+            self.prescribe(place, names, source)
 
     def _peer_states(self, interval: int | Literal["auto", False] | None) -> None:
         if interval is None:
@@ -394,10 +372,11 @@ class ZeroPlugin:
             key, value = ("enabled", False) if interval is False else ("interval", interval)
             self.prescribe(f"{place}.{key}", value, source)
         elif configured != interval:
-            where = self._places.get(f"{place}.interval", self._places.get(place, self._name))
-            raise ConfigError(
-                f"{where}: {place}: {configured!r} here, but {interval!r} from {source}", fix="keep one of the two"
-            )
+            raise self._differs(place, f"{place}.interval", repr(configured), repr(interval), source)
+
+    def _differs(self, place: str, key: str, here: str, there: str, source: str) -> ConfigError:
+        where = self._places.get(key, self._places.get(place, self._name))
+        return ConfigError(f"{where}: {place}: {here} here, but {there} from {source}", fix="keep one of the two")
 
     def _known(self, name: str, default: Any) -> Any:
         """Returns the value of an argument from config, arguments or launcher; `default` if none sets it."""
@@ -464,15 +443,16 @@ def _merged(arguments: Mapping[str, Any], settings: LaunchedSettings, sources: M
 
 def _check_argument(row: Setting, value: Any) -> None:
     """Checks a value that the plugin itself reads; the config checks the others, with their source."""
-    place = f"ZeroPlugin({row.name})"
+    expected = ""
     if row.choices and row.unresolved is not None:
         if type(value) is not type(row.choices[0]) or value not in row.choices:
-            expected = row.expected or "{}, {} or {}".format(*(shown(choice) for choice in row.choices))
-            raise ConfigError(place, expected=expected, got=value)
+            expected = row.expected or "{}, {} or {}".format(*map(shown, row.choices))
     elif row.kind == "count" and (type(value) is not int or value < 1):
-        raise ConfigError(place, expected="a whole number of at least 1", got=value)
+        expected = "a whole number of at least 1"
     elif row.kind == "number" and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0):
-        raise ConfigError(place, expected="a number of at least 0", got=value)
+        expected = "a number of at least 0"
+    if expected:
+        raise ConfigError(f"ZeroPlugin({row.name})", expected=expected, got=value)
 
 
 # -- models that are sharded while they are created

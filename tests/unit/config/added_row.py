@@ -85,11 +85,8 @@ def found(folder: Path) -> dict[str, Any]:
         "ranks": from_environment(variables)[0].sub_group_size,
         "plugin": [by_launcher, "sub_group_size" in inspect.signature(ZeroPlugin).parameters],
         "json": conflict,
-        "question": [
-            by_key("sub_group_size").ask.words,
-            answers["sub_group_size"],
-            parse(by_key("update_place"), "THERE"),
-        ],
+        "question": [by_key("sub_group_size").ask.words, answers["sub_group_size"]],
+        "answer": parse(by_key("update_place"), "THERE"),
         "written": "sub_group_size: 1000\n" in render(answers),
         "read back": answers_of(file)[0]["sub_group_size"],
         "config flag": "--sub_group_size N" in run("config", "--help"),
