@@ -287,10 +287,6 @@ class NoMasters(MasterStorage):
     def write(self, part: FlatRange, values: Tensor, state: str | None = None) -> None:
         return None
 
-    @property
-    def sub_groups(self) -> Sequence[Sequence[MasterPiece]]:
-        return ()
-
     def load(self, fill: FillRange, flush: Callable[[], None]) -> None:
         self.shard.load(fill, flush)
 
