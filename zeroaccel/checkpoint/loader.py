@@ -41,7 +41,7 @@ class LoadReport:
     read_nbytes: int
 
 
-def load_weights(holdings: EngineState, store: TensorStore, buffers: Mapping[str, Tensor]) -> None:
+def load_weights(engine_state: EngineState, store: TensorStore, buffers: Mapping[str, Tensor]) -> None:
     """Fills masters, other parameters and buffers. `refresh_copies` then updates the parameters' own copies.
 
     Parameters without values in the checkpoint stay unchanged.
@@ -50,49 +50,49 @@ def load_weights(holdings: EngineState, store: TensorStore, buffers: Mapping[str
         buffers: the result of `read_buffers`.
     """
     absent: list[str] = []
-    for buffer in holdings.buffers():
+    for buffer in engine_state.buffers():
         keys = {slot.fqn: _weight_key(slot, store) for slot in buffer.layout.slots}
         absent += [fqn for fqn, key in keys.items() if key is None]
         # The `store.read` below fills the memory of all buffers at once, in the order of the files. A storage in a tier
         # has memory only temporarily, so it calls `store.read` itself.
         buffer.masters.load(partial(_fill_weights, buffer, keys, store), store.read)
     store.read()
-    load_state(holdings.model, buffers)
-    owners = state_owners(holdings.model)
-    for name, value in persistent_buffers(holdings.model):
+    load_state(engine_state.model, buffers)
+    owners = state_owners(engine_state.model)
+    for name, value in persistent_buffers(engine_state.model):
         if name in buffers and name not in owners:
             value.detach().copy_(buffers[name].view(value.shape))
     if absent:
         logger.warning("parameters left unchanged, because they are not in the checkpoint: %s", listed(absent))
 
 
-def note_files(holdings: EngineState, store: UnreadStore, where: str) -> None:
+def note_files(engine_state: EngineState, store: UnreadStore, where: str) -> None:
     """Makes `store` note the files with this rank's weights, states and progress, without reading them."""
-    fetch_buffers(holdings, store)
-    for buffer in holdings.buffers():
+    fetch_buffers(engine_state, store)
+    for buffer in engine_state.buffers():
         within = buffer.masters.range
         keys = {slot.fqn: _weight_key(slot, store) for slot in buffer.layout.slots}
         _fill_weights(buffer, keys, store, within, torch.empty(within.numel, device="meta"))
         store.read()
     manifest = store.manifest
-    if holdings.optimizer is not None:
-        groups = holdings.optimizer.optimizer.param_groups
-        for buffer in holdings.optimizer.buffers:
+    if engine_state.optimizer is not None:
+        groups = engine_state.optimizer.optimizer.param_groups
+        for buffer in engine_state.optimizer.buffers:
             for piece in buffer.masters.pieces:
                 _state(piece, buffer.layout, groups[piece.group], store, where)
                 store.read()
-        for group in hyperparameters(holdings.optimizer, manifest, where):
+        for group in hyperparameters(engine_state.optimizer, manifest, where):
             decode(dict(group), store.fetch)
     states = manifest.random_state
-    own = None if states is None or holdings.job.rank >= len(states) else states[holdings.job.rank]
+    own = None if states is None or engine_state.job.rank >= len(states) else states[engine_state.job.rank]
     for saved in (manifest.client_state, manifest.lr_scheduler, manifest.loss_scale, own):
         decode(saved, store.fetch)
 
 
-def fetch_buffers(holdings: EngineState, store: TensorStore) -> dict[str, Tensor]:
+def fetch_buffers(engine_state: EngineState, store: TensorStore) -> dict[str, Tensor]:
     """Returns the flat values of the model's buffers that are in the checkpoint."""
     buffers = {}
-    for name, value in persistent_buffers(holdings.model):
+    for name, value in persistent_buffers(engine_state.model):
         if (saved := store.manifest.buffer(name)) is not None:
             key = f"buffer/{saved}"
             buffers[name] = torch.empty(store.manifest.tensors[key].numel, dtype=value.dtype, device=value.device)
@@ -101,15 +101,15 @@ def fetch_buffers(holdings: EngineState, store: TensorStore) -> dict[str, Tensor
     return buffers
 
 
-def read_buffers(holdings: EngineState, store: TensorStore) -> dict[str, Tensor]:
+def read_buffers(engine_state: EngineState, store: TensorStore) -> dict[str, Tensor]:
     """Returns `fetch_buffers` without the quantization state of codes that the checkpoint omits.
 
     Raises:
         CheckpointError: the model's quantization state of omitted codes differs, so the codes do too.
     """
-    buffers, manifest = fetch_buffers(holdings, store), store.manifest
-    own = dict(persistent_buffers(holdings.model))
-    for name, fqn in state_owners(holdings.model).items():
+    buffers, manifest = fetch_buffers(engine_state, store), store.manifest
+    own = dict(persistent_buffers(engine_state.model))
+    for name, fqn in state_owners(engine_state.model).items():
         canonical = manifest.canonical(fqn)
         if name not in buffers or canonical is None or manifest.parameters[canonical].saved:
             continue

@@ -154,7 +154,7 @@ class SavePlan:
     _plain_count: int = 0
 
     @classmethod
-    def collect(cls, holdings: EngineState, *, left_out: frozenset[int] = frozenset()) -> SavePlan:
+    def collect(cls, engine_state: EngineState, *, left_out: frozenset[int] = frozenset()) -> SavePlan:
         """Collects this rank's part of the parameters, masters and states.
 
         Args:
@@ -163,11 +163,11 @@ class SavePlan:
         Raises:
             CheckpointError: an optimizer state has an unsupported form; the message names the state.
         """
-        plan = cls(holdings.job.rank)
-        for buffer in filter(holdings.saves, holdings.buffers()):
+        plan = cls(engine_state.job.rank)
+        for buffer in filter(engine_state.saves, engine_state.buffers()):
             plan._add_weights(buffer, left_out)
-            if holdings.optimizer is not None:
-                plan._add_states(holdings.optimizer, buffer)
+            if engine_state.optimizer is not None:
+                plan._add_states(engine_state.optimizer, buffer)
         return plan
 
     def keep(self, tensor: Tensor) -> str:
@@ -254,19 +254,19 @@ class SavePlan:
 _TRIED_SIZE = 8  # largest size per dim of the sample tensor that stands for a piece
 
 
-def saved_nbytes(holdings: EngineState) -> int:
+def saved_nbytes(engine_state: EngineState) -> int:
     """Returns the size in bytes of this rank's saved weights, masters and elementwise states, even before the states
     exist."""
     sizes: dict[tuple[int, tuple[int, ...]], int] = {}
     total = 0
-    for buffer in filter(holdings.saves, holdings.buffers()):
+    for buffer in filter(engine_state.saves, engine_state.buffers()):
         total += buffer.own.numel * (torch.float32 if buffer.trainable else buffer.dtype).itemsize
-        if holdings.optimizer is None or not buffer.trainable:
+        if engine_state.optimizer is None or not buffer.trainable:
             continue
         for piece in buffer.masters.pieces:
             kind = piece.group, tuple(min(size, _TRIED_SIZE) for size in piece.shape)
             if kind not in sizes:
-                inner = holdings.optimizer.optimizer
+                inner = engine_state.optimizer.optimizer
                 blocks = inner.moments if isinstance(inner, ShardOptimizer) and inner.moments_dtype == "int8" else ()
                 states = element_states(inner, *kind)  # saved as numbers per element: 8-bit blocks as bfloat16
                 sizes[kind] = sum(2 if name in blocks else dtype.itemsize for name, dtype in states.items())
@@ -297,9 +297,9 @@ def code_names(model: nn.Module) -> tuple[str, ...]:
     return (*codes, *(name for name, _ in state_tensors(model)))
 
 
-def describe_parameters(holdings: EngineState, *, left_out: frozenset[int]) -> dict[str, ParameterRecord]:
+def describe_parameters(engine_state: EngineState, *, left_out: frozenset[int]) -> dict[str, ParameterRecord]:
     """Returns fqn -> record, in the order of the model's parameters."""
-    groups = holdings.optimizer.group_of if holdings.optimizer is not None else {}
+    groups = engine_state.optimizer.group_of if engine_state.optimizer is not None else {}
     records = {
         slot.fqn: ParameterRecord(
             dtype_name(buffer.dtype),
@@ -308,10 +308,10 @@ def describe_parameters(holdings: EngineState, *, left_out: frozenset[int]) -> d
             groups.get(slot.fqn),
             saved=id(param) not in left_out,
         )
-        for buffer in holdings.buffers()
+        for buffer in engine_state.buffers()
         for slot, param in zip(buffer.layout.slots, buffer.params, strict=True)
     }
-    return {name: records[name] for name, _ in named_tensors(holdings.model)}
+    return {name: records[name] for name, _ in named_tensors(engine_state.model)}
 
 
 def ties_of(model: nn.Module) -> dict[str, str]:

@@ -406,7 +406,7 @@ class _ShardedWeights:
     """Writes the files one after the other; opens each at its first tensor."""
 
     def __init__(self, folder: Path, files: Sequence[ModelFile], engine_state: EngineState) -> None:
-        self._folder, self._files, self._holdings = folder, files, engine_state
+        self._folder, self._files, self._engine_state = folder, files, engine_state
         self._open: WeightsWriter | None = None
         self._num_written = 0
         self._num_missing = 0  # number of tensors that the open file still needs
@@ -415,7 +415,7 @@ class _ShardedWeights:
         if self._open is None:
             file = self._files[self._num_written]
             self._num_missing = len(file.tensors)
-            self._open = _writer_of(self._folder / file.name, file.tensors, self._holdings)
+            self._open = _writer_of(self._folder / file.name, file.tensors, self._engine_state)
         self._open.add(name, value)
         self._num_missing -= 1
         if self._num_missing == 0:
@@ -432,7 +432,7 @@ class _ShardedWeights:
         # them any more.
         if len(self._files) > 1:
             names = {name: file.name for file in self._files for name, _, _ in file.tensors}
-            ties = self._holdings.ties if suffix == ".bin" else {}
+            ties = self._engine_state.ties if suffix == ".bin" else {}
             aliases = {alias: names[first] for alias, first in ties.items() if first in names}
             total = sum(file.nbytes for file in self._files)
             content = {"metadata": {"total_size": total}, "weight_map": {**names, **aliases}}
