@@ -234,7 +234,7 @@ def _replace_host_work(cuda: FakeCuda, turns: model_threads.Turns, replacements:
 def _watch_copies(cuda: FakeCuda, replacements: Replacements) -> None:
     """Finds gathers of secondary copies whose weights have changed since; on a GPU, wrong values would show it."""
     kept: weakref.WeakKeyDictionary[SecondaryShard, int] = weakref.WeakKeyDictionary()
-    keep, gather = SecondaryShard.keep, FlatBuffer.all_gather
+    keep, gather = SecondaryShard.keep, FlatBuffer.prepare_gather
 
     def watched_keep(secondary: SecondaryShard, *arguments: Any) -> None:
         was_valid = secondary.is_valid
@@ -250,4 +250,4 @@ def _watch_copies(cuda: FakeCuda, replacements: Replacements) -> None:
         return gather(buffer, collectives, label, exact=exact)
 
     replacements.set(SecondaryShard, "keep", watched_keep)
-    replacements.set(FlatBuffer, "all_gather", watched_gather)
+    replacements.set(FlatBuffer, "prepare_gather", watched_gather)
