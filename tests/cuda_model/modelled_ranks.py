@@ -234,7 +234,7 @@ def _replace_host_work(cuda: FakeCuda, turns: model_threads.Turns, replacements:
 def _watch_copies(cuda: FakeCuda, replacements: Replacements) -> None:
     """Finds gathers of secondary copies whose weights have changed since; on a GPU, wrong values would show it."""
     kept: weakref.WeakKeyDictionary[SecondaryShard, int] = weakref.WeakKeyDictionary()
-    keep, gather = SecondaryShard.keep, FlatBuffer.prepare_gather
+    keep, prepare = SecondaryShard.keep, FlatBuffer.prepare_gather
 
     def watched_keep(secondary: SecondaryShard, *arguments: Any) -> None:
         was_valid = secondary.is_valid
@@ -242,12 +242,12 @@ def _watch_copies(cuda: FakeCuda, replacements: Replacements) -> None:
         if secondary.is_valid and not was_valid:
             kept[secondary] = cuda.model.num_operations
 
-    def watched_gather(buffer: FlatBuffer, collectives: Collectives, label: str, *, exact: bool) -> Any:
+    def watched_prepare(buffer: FlatBuffer, collectives: Collectives, label: str, *, exact: bool) -> Any:
         if buffer.shard.secondary.is_valid and not exact:
             changed = max((cuda.memory_of(tensor).changed for tensor in buffer.shard.tensors()), default=0)
             if changed > kept.get(buffer.shard.secondary, changed):
                 cuda.model.find(f"STALE COPY: {label} gathers a copy of weights that have changed since")
-        return gather(buffer, collectives, label, exact=exact)
+        return prepare(buffer, collectives, label, exact=exact)
 
     replacements.set(SecondaryShard, "keep", watched_keep)
-    replacements.set(FlatBuffer, "prepare_gather", watched_gather)
+    replacements.set(FlatBuffer, "prepare_gather", watched_prepare)

@@ -152,7 +152,7 @@ class ParallelConfig:
     @classmethod
     def of(cls, source: Any, where: str) -> ParallelConfig:
         """Returns the mesh of an argument: a `ParallelConfig`, or an object with accelerate's sizes (`tp_size`) or
-        those of transformers' `DistributedConfig` (`fsdp_size`).
+        those of transformers' `DistributedConfig` (`fsdp_size`). accelerate's `cp_size` is the size of `sp`.
 
         Args:
             where: name of the argument in messages.
@@ -168,9 +168,18 @@ class ParallelConfig:
         if all(size is None for size in sizes.values()):
             got = type(source).__name__
             raise UsageError(where, expected="a ParallelConfig, or accelerate's ParallelismConfig", got=got)
-        if sizes.pop("cp") not in (None, 1):
-            about = "1, because context parallelism is not available; sp_size splits sequences"
-            raise UsageError(f"{where}: cp_size", expected=about, got=source.cp_size)
+        context = sizes.pop("cp")
+        if context not in (None, 1):
+            if sizes["sp"] not in (None, 1):
+                both = f"cp_size={context} and sp_size={sizes['sp']}"
+                raise UsageError(where, expected="cp_size or sp_size, which both split sequences", got=both)
+            sizes["sp"] = context
+            rotation = getattr(getattr(source, "cp_handler", None), "cp_comm_strategy", None) or "allgather"
+            log_once(
+                logging.INFO,
+                f"{where}: cp_size={context} is sp={context}, which exchanges heads of attention; "
+                f"cp_comm_strategy={rotation!r}, which would pass on keys and values, does nothing",
+            )
         return cls.from_sizes(sizes)
 
     @classmethod

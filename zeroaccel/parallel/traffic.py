@@ -13,14 +13,21 @@ P ranks that share a sequence.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from zeroaccel.config.comm_plan import StepTraffic
 from zeroaccel.config.parallel import ParallelConfig
 from zeroaccel.parallel.dealing import Dealing
 
-__all__ = ["SplitLayerShape", "pipeline_traffic", "sequence_traffic", "shard_traffic", "tensor_traffic"]
+__all__ = [
+    "SplitLayerShape",
+    "pipeline_traffic",
+    "recurrence_traffic",
+    "sequence_traffic",
+    "shard_traffic",
+    "tensor_traffic",
+]
 
 _RUNNING_NBYTES = 4  # per element of the running sum that replicas pass on
 _POSITION_NBYTES = 8
@@ -116,16 +123,51 @@ def sequence_traffic(
     dealing = Dealing(heads, mesh.sp, deals_queries=True)
     head = 2 * layers * batch * head_width * itemsize * accumulation  # of a token, forward and backward
     each = (batch * run * (_POSITION_NBYTES + padded) + averages_loss * _LOSS_NBYTES) * accumulation
-    total = _to_peers(each, mesh.groups("sp"), ranks_per_node)
-    for ranks in mesh.groups("sp"):
-        for source, of_source in enumerate(ranks):
-            for rank, of_rank in enumerate(ranks):
-                # Queries go there, and outputs come back; keys and values go to all ranks that read them.
-                queries = len(dealing.share(rank)) * len(dealing.queries(source, rank, run))
-                keys = len(dealing.groups(rank, key_heads)) * run
-                sent = _between(of_source, of_rank, head * 2 * (queries + keys), ranks_per_node)
-                total += _mean(sent, mesh) if source != rank else StepTraffic(0.0, 0.0)
-    return total
+
+    def between(source: int, rank: int) -> int:
+        # Queries go there, and outputs come back; keys and values go to all ranks that read them.
+        queries = len(dealing.share(rank)) * len(dealing.queries(source, rank, run))
+        return head * 2 * (queries + len(dealing.groups(rank, key_heads)) * run)
+
+    return _to_peers(each, mesh.groups("sp"), ranks_per_node) + _of_pairs(mesh, between, ranks_per_node)
+
+
+def recurrence_traffic(
+    mesh: ParallelConfig,
+    *,
+    layers: int,
+    batch: int,
+    tokens: int,
+    heads: int,
+    head_numel: int,
+    ranks_per_node: int,
+    groups: int = 1,
+    group_numel: int = 0,
+    shared_numel: int = 0,
+    window_numel: int = 0,
+    itemsize: int = 2,
+    accumulation: int = 1,
+) -> StepTraffic:
+    """Returns the exchanges of layers along the sequence, in forward and backward.
+
+    Args:
+        heads: heads, or channels, of the operation.
+        head_numel: elements of a token and head that go to its rank and come back: 2 D + 1 for Mamba-2 (states,
+            step size, outputs).
+        groups, group_numel: groups of heads, and elements of a token and group: 2 N for B and C of N states.
+        shared_numel: elements of a token that every rank needs.
+        window_numel: elements of a sample that a rank passes to the next: C (k - 1) for a convolution of C channels.
+    """
+    run = tokens // mesh.sp
+    dealing = Dealing(heads, mesh.sp)
+    twice = 2 * layers * batch * itemsize * accumulation
+
+    def between(source: int, rank: int) -> int:
+        of_groups = len(dealing.groups(rank, groups)) * group_numel if group_numel else 0
+        token = len(dealing.share(rank)) * head_numel + of_groups + shared_numel
+        return twice * (run * token + (window_numel if rank == source + 1 else 0))
+
+    return _of_pairs(mesh, between, ranks_per_node)
 
 
 def pipeline_traffic(
@@ -198,6 +240,15 @@ def _to_peers(nbytes: int, groups: Sequence[Sequence[int]], ranks_per_node: int)
         near, far = near + pairs, far + len(ranks) * (len(ranks) - 1) - pairs
     world_size = sum(map(len, groups))
     return StepTraffic(nbytes * near / world_size, nbytes * far / world_size)
+
+
+def _of_pairs(mesh: ParallelConfig, nbytes: Callable[[int, int], int], ranks_per_node: int) -> StepTraffic:
+    """Returns the traffic of `nbytes(i, j)` for the i-th and the j-th of the ranks that share a sequence."""
+    total = StepTraffic(0.0, 0.0)
+    for ranks in mesh.groups("sp"):
+        for (i, source), (j, rank) in itertools.permutations(enumerate(ranks), 2):
+            total += _between(source, rank, nbytes(i, j), ranks_per_node)
+    return _mean(total, mesh)
 
 
 def _between(first: int, second: int, nbytes: int, ranks_per_node: int) -> StepTraffic:

@@ -537,7 +537,7 @@ def _check_cut(tokens: Any, kwargs: Mapping[str, Any]) -> None:
         )
 
 
-_CACHES = ("past_key_values", "past_key_value", "cache_params", "past", "mems", "state")
+_CACHES = ("past_key_values", "past_key_value", "cache", "cache_params", "past", "mems", "state")
 
 
 def _filled_cache(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ from tests.support.mesh_training import small_llama
 from tests.support.pool import Ranks
 from tests.support.recurrent_models import FAMILIES, VOCAB, recurrent_model
 from tests.support.training import config
+from zeroaccel.errors import UsageError
 from zeroaccel.parallel import ParallelConfig, SequenceLoader, UlyssesAttention
 
 transformers = pytest.importorskip("transformers")
@@ -56,11 +57,31 @@ def _llama(heads: int, key_heads: int, attention: str, kind: str = "Llama") -> n
     return small_llama(kind, vocab_size=VOCAB, attn_implementation=attention, head_dim=4, **sizes, **window)
 
 
+def _attention(kind: str) -> nn.Module:
+    """A model whose attention has values per head (sinks), or caps its logits; their windows are of 6 tokens."""
+    sizes: dict[str, Any] = {
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "hidden_size": 48,
+        "head_dim": 8,
+        "sliding_window": 6,
+    }
+    more: dict[str, Any] = {"num_local_experts": 2, "num_experts_per_tok": 1} if kind == "GptOss" else {}
+    model = small_llama(kind, vocab_size=VOCAB, attn_implementation="eager", **sizes, **more)
+    for name, param in model.named_parameters():
+        if name.endswith("sinks"):
+            nn.init.normal_(param)
+    return model
+
+
+_MAKERS = {"family": _family, "llama": _llama, "attention": _attention}
+
+
 def _cut(
     make: str, args: tuple[Any, ...], what: str, sp: int, stage: int, keys: dict[str, Any]
 ) -> tuple[float, float, dict[str, Tensor]]:
     """Returns the same of an engine on cut sequences."""
-    model = {"family": _family, "llama": _llama}[make](*args)
+    model: Any = _MAKERS[make](*args)
     if keys.get("recompute"):
         # The name before transformers 5.20.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -85,7 +106,7 @@ def _cut(
 def _compare(
     ranks: Ranks, make: str, args: tuple[Any, ...], what: str, sp: int, stage: int, keys: dict[str, Any], size: int = 0
 ) -> None:
-    model = {"family": _family, "llama": _llama}[make](*args)
+    model = _MAKERS[make](*args)
     loss, norm, grads = _plain(model, what)
     for own_loss, own_norm, own in ranks(size or sp).run(_cut, make, args, what, sp, stage, keys):
         assert own_loss == pytest.approx(loss, rel=1e-6)
@@ -126,6 +147,45 @@ def test_any_number_of_heads_trains_as_in_one_process(
     keys: dict[str, Any],
 ) -> None:
     _compare(ranks, "llama", (heads, key_heads, attention, kind), what, sp, stage, keys)
+
+
+@pytest.mark.parametrize("kind", ["GptOss", "Gemma2"])
+def test_sinks_and_caps_of_attention_go_with_their_heads(ranks: Ranks, kind: str) -> None:
+    _compare(ranks, "attention", (kind,), "padded", 4, 3, {})
+
+
+def _mistaken(what: str) -> str:
+    model: Any = recurrent_model("lfm2", conv_L_cache=9) if what == "window" else recurrent_model("qwen3_5")
+    if what == "dropout":
+        model.config.attention_dropout = 0.5
+        for module in model.modules():
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = 0.5
+    engine, *_ = zeroaccel.initialize(model, config=config(1, "fp32", optimizer=SGD), parallel=ParallelConfig(sp=2))
+    engine.train()
+    ids = _batch("plain")["input_ids"][:, : 6 if what == "window" else 16]
+    try:
+        engine(input_ids=ids)
+    except UsageError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        (
+            "window",
+            "layers.0.conv.conv (Conv1d): expected at least 8 tokens on each rank, which it reads from",
+        ),
+        ("dropout", "Qwen3_5Attention: expected attention without dropout, whose random numbers differ"),
+    ],
+)
+def test_what_a_cut_would_change_is_refused_on_every_rank(ranks: Ranks, what: str, says: str) -> None:
+    for said in ranks(2).run(_mistaken, what):
+        assert says in said
 
 
 QUICK = [("qwen3_next", "padded", 2, 3), ("bamba", "packed", 4, 1), ("jamba", "plain", 2, 1), ("rwkv", "plain", 4, 3)]

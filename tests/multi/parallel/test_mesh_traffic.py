@@ -11,6 +11,7 @@ from torch import Tensor
 import zeroaccel
 from tests.support.mesh_training import NEEDS_SPLIT_LAYERS, NEEDS_STAGES, small_llama
 from tests.support.pool import Ranks
+from tests.support.recurrent_models import recurrent_model
 from tests.support.training import SGD, config, recording, train_step
 from zeroaccel.comm import topology
 from zeroaccel.comm.recording import BytesSent, RecordingCollectives
@@ -19,6 +20,7 @@ from zeroaccel.config.parallel import ParallelConfig
 from zeroaccel.parallel.traffic import (
     SplitLayerShape,
     pipeline_traffic,
+    recurrence_traffic,
     sequence_traffic,
     shard_traffic,
     tensor_traffic,
@@ -67,7 +69,9 @@ def _step(axes: dict[str, Any], node_size: int, stage: int, **model: Any) -> tup
     settings = config(stage, accumulation=micro_batches, optimizer=SGD, stage3_max_reuse_distance=0)
     nodes = [range(first, first + node_size) for first in range(0, 4, node_size)]
     recorder = RecordingCollectives(recording().inner, nodes)
-    engine, *_ = zeroaccel.initialize(small_llama(**model), config=settings, collectives=recorder, parallel=mesh)
+    family = model.pop("family", None)
+    built = recurrent_model(family, vocab_size=VOCAB) if family else small_llama(**model)
+    engine, *_ = zeroaccel.initialize(built, config=settings, collectives=recorder, parallel=mesh)
     recorder = engine.collectives
     place = recorder.rank // mesh.sp
     for _ in range(2):
@@ -138,6 +142,39 @@ def test_traffic_of_tensor_and_sequence_parallelism(ranks: Ranks, axes: dict[str
     messages = {op: sum(one.messages for one in sent[0] if (one.axis, one.op) == ("tp", op)) for op in TP_OPS}
     others = (mesh.tp - 1) * MICRO_BATCHES
     assert messages == {"all_reduce": 2 * len(split) * others, "all_gather": others}
+
+
+@pytest.mark.parametrize(("heads", "key_heads"), [(6, 2), (2, 1)])  # dealt unevenly; more ranks than heads
+def test_traffic_of_any_number_of_heads(ranks: Ranks, heads: int, key_heads: int) -> None:
+    mesh = ParallelConfig(sp=4).resolve(4)
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": key_heads, "hidden_size": 8 * heads}
+    sent = [traffic for traffic, _ in ranks(4).run(_step, {"sp": 4}, 2, 1, **sizes)]
+    shape = {"batch": BATCH, "tokens": TOKENS, "itemsize": ITEMSIZE, "accumulation": MICRO_BATCHES, "padded": True}
+    assert _counted(sent, "sp") == sequence_traffic(
+        mesh, layers=LAYERS, heads=heads, key_heads=key_heads, head_width=8, ranks_per_node=2, **shape
+    )
+
+
+def test_traffic_of_a_recurrence_is_that_of_its_heads_and_windows(ranks: Ranks) -> None:
+    mesh = ParallelConfig(sp=2).resolve(4)
+    sent = [traffic for traffic, _ in ranks(4).run(_step, {"sp": 2}, 2, 1, family="mamba2")]
+    shape = {"batch": BATCH, "tokens": TOKENS, "itemsize": ITEMSIZE, "accumulation": MICRO_BATCHES}
+    # 8 heads of 8, with a step size each; B and C of 8 states in 2 groups; 4 taps over the channels of all three.
+    form = recurrence_traffic(
+        mesh,
+        layers=2,
+        heads=8,
+        head_numel=17,
+        groups=2,
+        group_numel=16,
+        window_numel=(64 + 32) * 3,
+        ranks_per_node=2,
+        **shape,
+    )
+    inputs = sequence_traffic(
+        mesh, layers=0, heads=8, key_heads=8, head_width=8, ranks_per_node=2, padded=True, **shape
+    )
+    assert _counted(sent, "sp") == form + inputs
 
 
 TP_OPS = ("all_reduce", "all_gather")

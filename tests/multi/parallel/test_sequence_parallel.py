@@ -311,8 +311,9 @@ def _use_wrongly(engine: Any, what: str) -> None:
         cache, ids = transformers.DynamicCache(), batch["input_ids"][:, :8]
         cache.update(torch.ones(BATCH, 2, 4, 8), torch.ones(BATCH, 2, 4, 8), 0)
         engine(ids, **{what: cache})
-    elif what == "tuples":
-        engine(batch["input_ids"][:, :8], past_key_values=((torch.ones(BATCH, 2, 4, 8),) * 2,))
+    elif what in ("tuples", "cache"):
+        name = "past_key_values" if what == "tuples" else what
+        engine(batch["input_ids"][:, :8], **{name: ((torch.ones(BATCH, 2, 4, 8),) * 2,)})
     elif what == "uncut":
         engine(**batch)
     elif what == "tensor":
@@ -334,6 +335,7 @@ def _use_wrongly(engine: Any, what: str) -> None:
         ("mask", "forward: attention_mask: expected (2, 8) for this rank's tokens, got (2, 1, 16, 16)"),
         ("past_key_values", "forward: past_key_values: expected none, got 'a cache'"),
         ("cache_params", "forward: cache_params: expected none, got 'a cache'"),
+        ("cache", "forward: cache: expected none, got 'a cache'"),
         ("tuples", "forward: past_key_values: expected none, got 'a cache'"),
         (
             "uncut",

@@ -443,8 +443,9 @@ def test_strategies_of_fsdp_with_replicas_and_other_parallelism() -> None:
     assert (converted.zero_stage, converted.offload_param_device) == (3, "cpu")
     with pytest.raises(UsageError, match=r"Accelerator\(torch_tp_plugin\)"):
         Accelerator(torch_tp_plugin=theirs.TorchTensorParallelPlugin(tp_size=2))
-    with pytest.raises(UsageError, match=r"parallelism_config\): cp_size: expected 1"):
-        Accelerator(parallelism_config=type("ParallelismConfig", (), {"tp_size": 1, "cp_size": 2})())
+    both = type("ParallelismConfig", (), {"sp_size": 2, "cp_size": 2})()
+    with pytest.raises(UsageError, match=r"expected cp_size or sp_size, .* got 'cp_size=2 and sp_size=2'"):
+        Accelerator(parallelism_config=both)
     Accelerator(parallelism_config=type("ParallelismConfig", (), {"tp_size": 1, "cp_size": 1})())
 
 

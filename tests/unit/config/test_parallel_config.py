@@ -109,6 +109,15 @@ def test_unsupported_settings_of_a_distributed_config_are_refused(arguments: dic
     assert f"parallel: DistributedConfig{message}" in str(caught.value)
 
 
+def test_context_parallel_ranks_of_accelerate_split_sequences(caplog: pytest.LogCaptureFixture) -> None:
+    handler = type("TorchContextParallelConfig", (), {"cp_comm_strategy": "alltoall"})()
+    source = type("ParallelismConfig", (), {"cp_size": 4, "sp_size": 1, "tp_size": 2, "cp_handler": handler})()
+    with caplog.at_level("INFO", logger="zeroaccel"):
+        assert ParallelConfig.of(source, "parallel") == ParallelConfig(sp=4, tp=2)
+    assert "parallel: cp_size=4 is sp=4" in caplog.text
+    assert "cp_comm_strategy='alltoall'" in caplog.text
+
+
 def test_the_launch_passes_the_axis_of_experts_on() -> None:
     variables = launched_environment(LaunchSettings(num_processes=4, ep_size=2), {"ep_size": "--ep_size"})
     settings, _ = from_environment(variables)
