@@ -240,6 +240,7 @@ CASES: Mapping[str, Case] = {
     "weights to a generator": Case(config(3, **_TRAVELS), 4, "weights_to_a_generator"),
     "weights to a generator, both on the host": Case(config(3, **_BOTH_ON_HOST), 1, "weights_to_a_generator"),
     "states to the host and back": Case(config(3, **_TRAVELS), 4, "states_to_the_host_and_back"),
+    "weights in a generator on another stream": Case(config(3, **_TRAVELS), 1, "weights_in_a_generator"),
     "an input changed in place, activations on the host": Case(
         _with_activations(config(2)), loop="input_changed_in_place"
     ),

@@ -554,6 +554,14 @@ BUGS: Mapping[str, Bug] = {
     "the host reads counts of tokens before they have come": Bug(
         "stage 1, ep", _no_synchronize("parallel/expert_dispatch.py", "wait"), "READ AFTER WRITE"
     ),
+    "weights change while a generator reads them": Bug(
+        "weights in a generator on another stream",
+        _no_stream_wait("rollout/receiver.py", "_between_kernels"),
+        "WRITE AFTER READ",
+    ),
+    "a packet is used before it has come": Bug(
+        "weights in a generator on another stream", _no_synchronize(_COPIES, "wait"), "READ AFTER WRITE"
+    ),
     "pages are unlocked without a wait for a stream that copies": Bug(
         "a graph dropped, activations on the host", _forget_streams, "UNLOCKED IN USE"
     ),

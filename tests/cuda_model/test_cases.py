@@ -78,8 +78,10 @@ MORE_WAITS: dict[str, int] = {
     # Programs that need values on the host: of parameters, and of chunks of a checkpoint.
     "full parameters read and written": 2,
     "full parameters read and written, both on the host": 24,
-    "weights to a generator": 2,
-    "weights to a generator, both on the host": 3,
+    # The program gets payloads in host memory: one wait for a packet, or for a shard whose elements are coded there.
+    "weights to a generator": 6,
+    "weights in a generator on another stream": 13,
+    "weights to a generator, both on the host": 2,
     # The norm; the copies to the host, and `cudaFree` after them; the copies back.
     "states to the host and back": 4,
     "a checkpoint saved in the background": 4,

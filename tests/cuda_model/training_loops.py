@@ -28,6 +28,7 @@ from tests.cuda_model.network_size import Size
 from tests.cuda_model.stream_model import StreamModel
 from zeroaccel.config.parallel import ParallelConfig, PipelineConfig
 from zeroaccel.engine import Engine
+from zeroaccel.rollout.receiver import WeightReceiver
 
 _ROUNDS = "gradient_accumulation_steps"
 
@@ -41,6 +42,7 @@ class Program:
         others: engines besides the first, for loops that create some.
         folder: folder for checkpoints.
         rounds: calls of the loop so far, if it counts them.
+        receiver: receiver of the weights, for loops that stream them.
     """
 
     case: Case
@@ -50,6 +52,7 @@ class Program:
     others: list[Engine] = field(default_factory=list)
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="cuda-model-")))
     rounds: int = 0
+    receiver: WeightReceiver | None = None
 
     def phase(self, name: str) -> None:
         """Sets the phase under which the model counts."""
@@ -178,6 +181,27 @@ def weights_to_a_generator(program: Program) -> None:
         pass
 
 
+def weights_in_a_generator(program: Program) -> None:
+    """A generator in the same process computes on a stream of its own, and receives all weights after a step."""
+    streams, engine = torch.get_device_module(DEVICE), program.engine
+    if program.receiver is None:
+        with torch.device("meta"):
+            shapes = {name: tensor.shape for name, tensor in GatedNetwork(program.case.size).named_parameters()}
+        tensors = {name: torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE) for name, shape in shapes.items()}
+        program.receiver = WeightReceiver(tensors, stream=streams.Stream())
+    receiver = program.receiver
+    plain(program)
+    program.phase("weights")
+    for packet in engine.stream_weights(bucket_bytes=1 << 15):
+        receiver.take(packet)
+    assert receiver.version == engine.streamed_version
+    program.phase("generation")
+    with streams.stream(receiver.stream):
+        for tensor in receiver.tensors.values():
+            tensor.float().sum()
+    program.phase("")
+
+
 def input_changed_in_place(program: Program) -> None:
     """A block's input is changed in place after the block ran."""
     engine, network = program.engine, program.engine.module
@@ -285,6 +309,7 @@ LOOPS: Mapping[str, Callable[[Program], None]] = {
         evaluation_on_another_stream,
         forward_and_backward,
         full_parameters,
+        weights_in_a_generator,
         weights_to_a_generator,
         graph_dropped,
         input_changed_in_place,

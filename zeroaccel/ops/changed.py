@@ -1,6 +1,6 @@
 """Marks 16-bit elements whose bits have changed, with one bit per element, in one pass without a copy.
 
-`zero/changed_bits.py` keeps the bits. On a device, torch operations compute the same in tiles.
+`zero/changed_bits.py` keeps the bits. A device without kernels computes the same with torch operations, in tiles.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zeroaccel.ops.device_kernels import kernels_for
 from zeroaccel.ops.dispatch import launch, unowned_array
 from zeroaccel.ops.number_formats import Array, compiled
 
@@ -35,7 +36,10 @@ def mark_changed(before: Tensor, after: Tensor, bits: Tensor) -> None:
     """
     one, other = before.view(torch.int16), after.view(torch.int16)
     if one.device.type != "cpu":
-        _mark_on_device(one, other, bits)
+        kernels = kernels_for(one.device)
+        mark = _mark_in_torch if kernels is None else kernels.mark_changed
+        if one.numel():
+            mark(one, other, bits)
         return
 
     def bind() -> Callable[[int, int], None]:
@@ -54,7 +58,7 @@ def _mark(before: Array, after: Array, bits: Array) -> None:
         bits[byte] |= np.uint8(marks)
 
 
-def _mark_on_device(before: Tensor, after: Tensor, bits: Tensor) -> None:
+def _mark_in_torch(before: Tensor, after: Tensor, bits: Tensor) -> None:
     weights = 2 ** torch.arange(8, dtype=torch.uint8, device=bits.device)  # created on the device, without a copy
     for first in range(0, before.numel(), _TILE_NUMEL):
         differs = before[first : first + _TILE_NUMEL] != after[first : first + _TILE_NUMEL]

@@ -604,6 +604,25 @@ template <class Use> __device__ __forceinline__ void for_each(const void* values
     }
 }
 
+// Sets the bits of the elements that differ, see `changed.py`; a thread compares the 8 elements of a byte.
+extern "C" __global__ void __launch_bounds__(THREADS) mark_changed(
+    const u16* before, const u16* after, u8* bits, i64 numel) {
+    i64 byte = (i64)blockIdx.x * THREADS + threadIdx.x, first = 8 * byte;
+    if (first >= numel) return;
+    u32 marks = 0;
+    if (first + 8 <= numel && ((u64)before | (u64)after) % sizeof(Words) == 0) {
+        Words one = ((const Words*)before)[byte], other = ((const Words*)after)[byte];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            u32 differs = one.at[k] ^ other.at[k];
+            marks |= (differs & 0xffffu ? 1u : 0u) << 2 * k | (differs >> 16 ? 2u : 0u) << 2 * k;
+        }
+    } else {
+        for (int k = 0; k < 8 && first + k < numel; ++k) marks |= (before[first + k] != after[first + k] ? 1u : 0u) << k;
+    }
+    bits[byte] |= (u8)marks;
+}
+
 // Raises `largest` to the bits of the largest magnitude; NaN is above inf.
 extern "C" __global__ void __launch_bounds__(THREADS) max_abs(
     const void* values, int* largest, i64 numel, int kind) {

@@ -202,6 +202,12 @@ class DeviceKernels:
         arguments: list[Argument] = [facts, sums, control, summary, *numbers]
         self.launch("finalize", arguments, reads=[facts, sums], writes=[control, summary], blocks=1)
 
+    def mark_changed(self, before: Tensor, after: Tensor, bits: Tensor) -> None:
+        """See `changed.mark_changed`."""
+        arguments: list[Argument] = [before, after, bits, np.int64(before.numel())]
+        blocks = -(-bits.numel() // _THREADS)
+        self.launch("mark_changed", arguments, reads=[before, after, bits], writes=[bits], blocks=blocks)
+
     # -- codes
 
     def encode(

@@ -34,7 +34,8 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import pairwise
@@ -114,6 +115,9 @@ class WeightReceiver:
     Args:
         tensors: name -> contiguous weight of the inference program; the receiver changes it in place.
         rename: maps the sender's name of a tensor to the name in `tensors`; None to skip the tensor.
+        stream: on an accelerator, the stream on which the program computes with the weights, if it is neither the
+            current nor the default one at the time of `take`: earlier kernels of these streams read the earlier
+            version, and later ones the new version.
 
     Attributes:
         version: version of the weights in `tensors`; None before the first.
@@ -125,6 +129,7 @@ class WeightReceiver:
     rename: Callable[[str], str | None] = field(default=lambda name: name)
     version: int | None = None
     run: str = ""
+    stream: Any = None
 
     def __post_init__(self) -> None:
         self.missing = set(self.tensors)
@@ -169,7 +174,8 @@ class WeightReceiver:
             self._refused = number
             raise
         self.version = None  # if writing fails, for want of a device's memory, no delta may follow
-        self._swap()
+        with self._between_kernels():
+            self._swap()
         self.run, self.version = number
         self.drop()
         return True
@@ -210,6 +216,7 @@ class WeightReceiver:
             raise WeightsRefusedError(f"{version}: expected a packet with a payload, got None")
         if payload.dtype != torch.uint8 or payload.dim() != 1:
             raise WeightsRefusedError(f"{version}: expected a payload of bytes, got {payload.dtype}")
+        payload = payload.cpu()  # the checks read values: of a device's payload, many
         found: list[tuple[str, _Elements]] = []
         numel: dict[str, int] = {}
         for entry in manifest["tensors"]:
@@ -230,7 +237,8 @@ class WeightReceiver:
             if numel[name] + sum(each.numel for each in self._staged.get(entry["name"], ())) > tensor.numel():
                 raise WeightsRefusedError(f"{where}: expected at most {tensor.numel()} elements, got more")
             found.append((entry["name"], piece))
-        return [(name, piece.copied()) for name, piece in found]
+        pinned = any(tensor.device.type != "cpu" for tensor in self.tensors.values())
+        return [(name, piece.copied(pinned=pinned)) for name, piece in found]
 
     def _own(self, sent: str) -> tuple[str, Tensor | None] | None:
         name = self.rename(sent)
@@ -265,6 +273,22 @@ class WeightReceiver:
                     f"{version}, {tied[0]}: expected {list(source[1].shape)} as its tied tensor {source[0]}, "
                     f"got {list(tied[1].shape)}"
                 )
+
+    @contextmanager
+    def _between_kernels(self) -> Iterator[None]:
+        """Orders the writes, on the current stream, after the kernels of the other streams and before their next."""
+        device = next((tensor.device for tensor in self.tensors.values() if tensor.device.type != "cpu"), None)
+        if device is None:
+            yield
+            return
+        module = torch.get_device_module(device)
+        current, others = module.current_stream(device), [module.default_stream(device)]
+        others += [] if self.stream is None else [self.stream]
+        for other in others:
+            current.wait_stream(other)
+        yield
+        for other in others:
+            other.wait_stream(current)
 
     def _swap(self) -> None:
         changed: dict[str, Tensor] = {}
@@ -303,8 +327,10 @@ class _Elements:
     def numel(self) -> int:
         return int(self.entry["numel"])
 
-    def copied(self) -> _Elements:
-        return _Elements(self.entry, self.data.detach().clone(), self.first, self.last)
+    def copied(self, *, pinned: bool) -> _Elements:
+        """Copies the bytes, for an accelerator to page-locked memory, from which the host need not wait for copies."""
+        own = torch.empty(self.data.shape, dtype=torch.uint8, pin_memory=pinned).copy_(self.data)
+        return _Elements(self.entry, own, self.first, self.last)
 
 
 def checked_manifest(manifest: Any) -> dict[str, Any]:
@@ -406,7 +432,7 @@ def _end_of_values(entry: Mapping[str, Any]) -> int:
 
 
 def _write(tensor: Tensor, entry: Mapping[str, Any], payload: Tensor) -> None:
-    values, flat = values_of(entry, payload).to(tensor.device), tensor.view(-1)
+    values, flat = values_of(entry, payload).to(tensor.device, non_blocking=True), tensor.view(-1)
     run, parts, part = entry["cut"]
     start, count = entry["start"], entry["numel"]
     if not entry["positions"] and parts == 1:
@@ -420,7 +446,7 @@ def _write(tensor: Tensor, entry: Mapping[str, Any], payload: Tensor) -> None:
     rows = places // run
     places = (rows * parts + part) * run + (places - rows * run)
     # Indexed assignment copies bits, so NaNs and signed zeros keep theirs in every dtype.
-    flat[places.to(tensor.device)] = values
+    flat[places.to(tensor.device, non_blocking=True)] = values
 
 
 def encode_positions(positions: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 `initialize` gives the engine a `WeightSender`, to which the engine's calls delegate. It makes packets (`receiver.py`
 defines them); `sinks.py` sends them. `stream_weights` gathers each byte once, and holds one unit and one bucket at a
-time. `stream_deltas` gathers nothing: each rank sends the elements of its shards that `zero/changed_bits.py` marks.
+time; on an accelerator two, of which one is on its way to page-locked host memory while the program has the other.
+`stream_deltas` gathers nothing: each rank sends the elements of its shards that `zero/changed_bits.py` marks.
 
 Adapter layers like PEFT's (a wrapper with `base_layer`, `merge()` and `merged_adapters`) merge their adapters into
 copies of the base weights with their own `merge()`. `as_saved` converts units to the layout of transformers' files.
@@ -19,8 +20,9 @@ from __future__ import annotations
 import hashlib
 import sys
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -28,13 +30,16 @@ from torch import Tensor, nn
 
 from zeroaccel.checkpoint.save_plan import EngineState, code_names, persistent_buffers
 from zeroaccel.comm.agree import agree_or_raise, agreed, from_rank_0
+from zeroaccel.comm.collective_tracker import DONE
 from zeroaccel.errors import EngineStateError, UsageError
+from zeroaccel.ops.device_threads import CPU
 from zeroaccel.rollout.receiver import ALIGN_NBYTES, Packet, encode_high_bytes, encode_positions
 from zeroaccel.zero.access.param_registry import ParamHandle
 from zeroaccel.zero.changed_bits import ChangedBits
 from zeroaccel.zero.engine_core import EngineCore
 from zeroaccel.zero.layout import FlatRange, Slot
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
+from zeroaccel.zero.storage.copy_stream import CopyHandle, CopyStream
 
 Names = Collection[str] | Callable[[str], bool] | None
 
@@ -107,12 +112,14 @@ class _Bucket:
                 return
 
     def packet(self, *, last: bool, ties: dict[str, str] | None = None) -> Packet:
-        """Returns the packed values as a packet. The next values overwrite its payload."""
+        """Returns the packed values as a packet. In host memory the next values overwrite its payload."""
         manifest = {**self.head, "index": self.count, "last": last, "tensors": self.entries, "ties": ties or {}}
         payload = None
         if self.has_payload:
             payload = torch.empty(0, dtype=torch.uint8) if self.data is None else self.data[: self.used]
         self.count, self.used, self.entries = self.count + 1, 0, []
+        if payload is not None and payload.device.type != "cpu":
+            self.data = None  # the copy to the host still reads it
         return Packet(manifest, payload)
 
 
@@ -133,6 +140,12 @@ class WeightSender:
         self.version = 0
         self.run = ""
         self.base: int | None = None
+
+    @cached_property
+    def _copies(self) -> CopyStream | None:
+        """The copies to host memory; None on a CPU."""
+        device = next((buffer.full.device for unit in self._engine.units for buffer in unit.buffers), CPU)
+        return None if device.type == "cpu" else CopyStream(device, pinned=True)
 
     @property
     def _marks(self) -> bool:
@@ -160,7 +173,7 @@ class WeightSender:
         self._engine.finish_update()
         self._begin()
         self._may_be_base = request.is_whole
-        return _Stream(self._weights(request), self._end)
+        return _Stream(_on_host(self._weights(request), self._copies), self._end)
 
     def _request(
         self,
@@ -202,7 +215,7 @@ class WeightSender:
         codes = (self._sent_name(name, request) for name in code_names(self._engine.module))
         return replace(request, codes=frozenset(name for name in codes if name is not None))
 
-    def _weights(self, request: _StreamRequest) -> Iterator[Packet]:
+    def _weights(self, request: _StreamRequest) -> Generator[Packet]:
         engine, state = self._engine, self._state()
         receives = request.rank is None or request.rank == self._ranks.rank
         leads = self._leads()
@@ -315,9 +328,9 @@ class WeightSender:
         is_delta = since is not None and since == self.base
         self._begin()
         self._may_be_base = True
-        return _Stream(self._deltas(since if is_delta else None), self._end)
+        return _Stream(_on_host(self._deltas(since if is_delta else None), self._copies), self._end)
 
-    def _deltas(self, since: int | None) -> Iterator[Packet]:
+    def _deltas(self, since: int | None) -> Generator[Packet]:
         state, version = self._state(), self._engine.weights_version
         head = {
             **{"run": self.run, "version": self.version, "since": since},
@@ -329,7 +342,7 @@ class WeightSender:
                 continue
             if self._engine.weights_version != version:
                 raise EngineStateError("engine.step() during a stream of weights", fix="step before or after it")
-            entries, payload = _changed_parts(buffer, every=since is None)
+            entries, payload = _changed_parts(buffer, self._read, every=since is None)
             if entries:
                 manifest: dict[str, Any] = {**head, "index": index, "last": False, "tensors": entries, "ties": {}}
                 yield Packet(manifest, payload)
@@ -341,6 +354,11 @@ class WeightSender:
             for name, value in persistent_buffers(self._engine.module):
                 yield from bucket.add(name, value.detach(), value.dtype)
         yield bucket.packet(last=True, ties=dict(state.ties))
+
+    def _read(self, tensor: Tensor) -> Tensor:
+        """Returns a tensor in host memory, for which the host waits once: the codes are made there."""
+        copies = None if tensor.device.type == "cpu" else self._copies
+        return tensor if copies is None else copies.to_host(tensor, DONE).wait()
 
     # -- one stream at a time
 
@@ -396,7 +414,7 @@ class WeightSender:
 class _Stream(Iterator[Packet]):
     """An iterator of packets that calls `end` once, even if the program closes or drops it before the first packet."""
 
-    def __init__(self, packets: Iterator[Packet], end: Callable[[bool], None]) -> None:
+    def __init__(self, packets: Generator[Packet], end: Callable[[bool], None]) -> None:
         self._packets, self._end = packets, end
         self._is_over = False
 
@@ -412,7 +430,7 @@ class _Stream(Iterator[Packet]):
 
     def close(self) -> None:
         """Ends the stream early. (all ranks, after the same packet)"""
-        self._packets.close()  # type: ignore[attr-defined]
+        self._packets.close()
         self._finish(False)
 
     __del__ = close
@@ -421,6 +439,34 @@ class _Stream(Iterator[Packet]):
         if not self._is_over:
             self._is_over = True
             self._end(done)
+
+
+def _on_host(packets: Generator[Packet], copies: CopyStream | None) -> Generator[Packet]:
+    """Yields packets with payloads in host memory, and copies each during the work on the next one. (all ranks)
+
+    Args:
+        copies: None on a CPU.
+    """
+    if copies is None:
+        yield from packets
+        return
+    coming: tuple[Packet, CopyHandle | None] | None = None
+    try:
+        for packet in packets:
+            payload = packet.payload
+            on_device = None if payload is None or payload.device.type == "cpu" else payload
+            following = packet, None if on_device is None else copies.to_host(on_device, DONE)
+            if coming is not None:
+                yield _landed(*coming)
+            coming = following
+        if coming is not None:
+            yield _landed(*coming)
+    finally:
+        packets.close()
+
+
+def _landed(packet: Packet, copy: CopyHandle | None) -> Packet:
+    return packet if copy is None else Packet(packet.manifest, copy.wait())
 
 
 def _view(handle: ParamHandle) -> Tensor:
@@ -432,16 +478,22 @@ def _place(buffer: FlatBuffer) -> torch.device:
     return next(buffer.shard.tensors(), torch.empty(0)).device
 
 
-def _changed_parts(buffer: FlatBuffer, *, every: bool) -> tuple[list[dict[str, Any]], Tensor]:
-    """Returns the entries and the payload of this rank's elements of a buffer: the changed ones, or all."""
+def _changed_parts(
+    buffer: FlatBuffer, read: Callable[[Tensor], Tensor], *, every: bool
+) -> tuple[list[dict[str, Any]], Tensor]:
+    """Returns the entries and the payload of this rank's elements of a buffer: the changed ones, or all.
+
+    Args:
+        read: returns a tensor in host memory.
+    """
     assert buffer.changed is not None, "a delta of a buffer without marks"
-    marked = None if every else buffer.changed.positions()
+    marked = None if every else buffer.changed.positions(read)
     entries: list[dict[str, Any]] = []
     pieces: list[Tensor] = []
     used = 0
     if marked is not None and not marked.numel():
         return entries, torch.empty(0, dtype=torch.uint8)
-    values = buffer.shard.read(buffer.own)  # one read from a tier for all parameters in the buffer
+    values = read(buffer.shard.read(buffer.own))  # one read from a tier for all parameters in the buffer
     for slot, part in buffer.layout.slots_in(buffer.own):
         chosen = _chosen(marked, part, buffer.own, values)
         if not chosen.numel:
@@ -462,7 +514,7 @@ def _changed_parts(buffer: FlatBuffer, *, every: bool) -> tuple[list[dict[str, A
         )
         nbytes = chosen.values.numel() + chosen.places.numel()
         padding = chosen.values.new_zeros(-nbytes % ALIGN_NBYTES)
-        pieces += [chosen.values, chosen.places.to(chosen.values.device), padding]
+        pieces += [chosen.values, chosen.places, padding]
         used += nbytes + padding.numel()
     return entries, torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
 
@@ -483,11 +535,11 @@ def _chosen(marked: Tensor | None, part: FlatRange, own: FlatRange, values: Tens
     whole = _Chosen(part.numel, everything.contiguous().view(torch.uint8), 0, torch.empty(0, dtype=torch.uint8))
     if marked is None:
         return whole
-    bounds = torch.tensor([part.start - own.start, part.end - own.start], device=marked.device)
+    bounds = torch.tensor([part.start - own.start, part.end - own.start])
     first, end = torch.searchsorted(marked, bounds).tolist()
     inside = marked[first:end]
     places = encode_positions(inside - (part.start - own.start))
-    chosen, high = _coded(values[inside.to(values.device)])
+    chosen, high = _coded(values[inside])
     if places.numel() + chosen.numel() >= everything.nbytes:
         return whole
     return _Chosen(inside.numel(), chosen, high, places)

@@ -7,6 +7,8 @@ Weights of other sizes have no bits: they always count as changed. `rollout/` se
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -55,16 +57,20 @@ class ChangedBits:
         """Removes all marks."""
         self.bits = None
 
-    def positions(self) -> Tensor | None:
-        """Returns (n,) int64, the marked elements in ascending order from 0 at the shard's start; None if all are."""
+    def positions(self, read: Callable[[Tensor], Tensor] = lambda bits: bits) -> Tensor | None:
+        """Returns (n,) int64, the marked elements in ascending order from 0 at the shard's start; None if all are.
+
+        Args:
+            read: returns the bits in the memory in which to search them.
+        """
         if not self._has_bits:
             return None
         if self.bits is None:
-            return torch.empty(0, dtype=torch.int64, device=self._device)
-        found = []
-        shifts = torch.arange(8, device=self._device)
-        for first in range(0, self.bits.numel(), _TILE_NBYTES):
-            tile = self.bits[first : first + _TILE_NBYTES]
+            return torch.empty(0, dtype=torch.int64)
+        bits, found = read(self.bits), []
+        shifts = torch.arange(8, device=bits.device)
+        for first in range(0, bits.numel(), _TILE_NBYTES):
+            tile = bits[first : first + _TILE_NBYTES]
             places = tile.nonzero().view(-1)
             marked = ((tile[places].view(-1, 1) >> shifts) & 1).bool()
             found.append(((places + first).view(-1, 1) * 8 + shifts)[marked])

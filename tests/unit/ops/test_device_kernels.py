@@ -15,7 +15,7 @@ from tests.support.tensors import every_pattern
 from tests.unit.ops.kernels_on_host import HostRunner, host_kernels
 from zeroaccel.comm import quantized
 from zeroaccel.comm.quantized import FP8, INT4, INT8, Codec, RowOrder
-from zeroaccel.ops import SGD, Adagrad, Adam, Lion, RMSprop, reductions, shard_step, step_control
+from zeroaccel.ops import SGD, Adagrad, Adam, Lion, RMSprop, changed, reductions, shard_step, step_control
 from zeroaccel.ops.device_kernels import SOURCE, Argument, DeviceKernels, kernel_names
 from zeroaccel.ops.reductions import max_abs, norm_exponent, square_sums
 from zeroaccel.ops.shard_step import ShardOptimizer
@@ -376,6 +376,19 @@ def test_a_boundary_moves_few_bytes(name: str, grad_dtype: torch.dtype, most: in
     assert kernels.nbytes / numel <= most
 
 
+@pytest.mark.parametrize("numel", [1, 7, 8, 9, 4099])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_changed_bits_have_those_of_the_host(numel: int, shift: int) -> None:
+    before = torch.randint(-(2**15), 2**15, (numel + shift,), dtype=torch.int16)[shift:]
+    after = torch.where(torch.rand(numel) < 0.3, before ^ 1 << 15, before)
+    marked = torch.randint(0, 256, (-(-numel // 8),), dtype=torch.uint8)
+    marked[-1] &= (1 << (numel - 1) % 8 + 1) - 1
+    found, wanted = marked.clone(), marked.clone()
+    host_kernels().mark_changed(before, after, found)
+    changed.mark_changed(before, after, wanted)
+    assert torch.equal(found, wanted)
+
+
 def test_every_kernel_is_one_of_the_source() -> None:
     kernels = Counted()
     row, code = torch.zeros(1, 100), torch.zeros(1, INT8.nbytes(100), dtype=torch.uint8)
@@ -385,6 +398,7 @@ def test_every_kernel_is_one_of_the_source() -> None:
     kernels.write_facts(largest, 1, 2, False, 3, facts)
     kernels.largest_of_facts(facts, largest)
     kernels.finalize(facts, sums, torch.zeros(2), torch.zeros(6), (1.0, 1.0, 1.0), skip_overflow=True)
+    kernels.mark_changed(facts, facts, code)
     kernels.encode(row, code, INT8.format)
     kernels.decode(code, row, INT8.format)
     kernels.sum_codes(code.view(1, 1, -1), row, 0, torch.zeros(1, 100), INT8.format)

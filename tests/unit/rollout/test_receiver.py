@@ -80,7 +80,7 @@ def test_high_bytes_come_back(numel: int, kinds: int) -> None:
 
 def _by_operations(before: Tensor, after: Tensor, bits: Tensor) -> None:
     """Marks changes by torch operations, the path for devices."""
-    changed._mark_on_device(before.view(torch.int16), after.view(torch.int16), bits)
+    changed._mark_in_torch(before.view(torch.int16), after.view(torch.int16), bits)
 
 
 REFUSED = [
