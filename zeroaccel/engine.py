@@ -150,10 +150,11 @@ class EngineBase(EngineCore):
         self.checkpointer.require_intact("step")
         if boundary:
             self.checkpointer.before_update()
-        self._begin_step(boundary=boundary)
+        weights = self._begin_step(boundary=boundary)
         if boundary:
             self._report.begin("step")
-            self._update()
+            with self._decided_step() as factor:
+                weights.replace_weights(factor)
             self._report.end("step")
             self._report.step(self)
             outcome = self._require_boundary("step").outcome

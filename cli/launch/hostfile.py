@@ -7,7 +7,7 @@ with some of their slots, or all by default: `node1@node2:0,2`. `ssh` connects t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,13 +40,16 @@ class Host:
         return self.name.rpartition("@")[2]
 
 
-def read_hostfile(path: str) -> list[Host]:
+def read_hostfile(path: str, where: str = "--hostfile") -> list[Host]:
     """Returns the machines in the order of the file.
+
+    Args:
+        where: address of the setting with the path, for messages.
 
     Raises:
         ConfigError: the file cannot be read, a line does not have the right form, or a machine appears twice.
     """
-    where = f"--hostfile {path}"
+    where = f"{where} {path}"
     try:
         lines = read_at_most(Path(path).expanduser(), _MOST_NBYTES).decode("utf-8").splitlines()
     except FileNotFoundError:
@@ -76,16 +79,24 @@ def read_hostfile(path: str) -> list[Host]:
     return list(hosts.values())
 
 
-def select_hosts(hosts: Iterable[Host], include: str | None, exclude: str | None) -> list[Host]:
+def select_hosts(
+    hosts: Iterable[Host],
+    include: str | None,
+    exclude: str | None,
+    where: Callable[[str], str] = "--{}".format,
+) -> list[Host]:
     """Returns the machines that a filter selects, in the order of the hostfile; at most one of the two is given.
+
+    Args:
+        where: setting -> its address, for messages.
 
     Raises:
         ConfigError: a filter names a machine or a slot that does not exist, or selects nothing, or the selected
             machines have different numbers of processes.
     """
     by_name = {host.name: host for host in hosts}
-    flag, text = ("--inclusion_filter", include) if exclude is None else ("--exclusion_filter", exclude)
-    named = {} if text is None else _parse(text, by_name, flag)
+    name, text = ("inclusion_filter", include) if exclude is None else ("exclusion_filter", exclude)
+    named = {} if text is None else _parse(text, by_name, where(name))
     selected = []
     for host in by_name.values():
         slots = named.get(host.name, ()) or host.slots
@@ -94,14 +105,15 @@ def select_hosts(hosts: Iterable[Host], include: str | None, exclude: str | None
         if slots and (include is None or host.name in named):
             selected.append(Host(host.name, slots, all_slots=slots == host.slots))
     if not selected:
-        raise ConfigError("--exclusion_filter: leaves no machine", fix="exclude fewer")
+        raise ConfigError(f"{where('exclusion_filter')}: leaves no machine", fix="exclude fewer")
 
     # A rank is machine * ranks per machine + local rank, and torch's agent starts equally many on each machine.
     counts = {len(host.slots): host.name for host in selected}
     if len(counts) > 1:
         (most, one), (least, other) = max(counts.items()), min(counts.items())
         raise ConfigError(
-            f"--hostfile: {one} has {most} processes and {other} {least}, but all machines must have the same number",
+            f"{where('hostfile')}: {one} has {most} processes and {other} {least}, but all machines must have the same "
+            "number",
             fix="change slots=, or choose some of them with --inclusion_filter, as in node1:0,1@node2:0,1",
         )
     return selected

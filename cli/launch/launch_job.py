@@ -183,7 +183,9 @@ class JobOnHosts:
         ssh = ssh_words(os.environ.get("ZEROACCEL_SSH", ""))
         jobs = plan_node_jobs(self.explicit, self.program, os.environ, ssh)
         if is_only_this_machine(jobs):
-            return JobHere(launch_settings(jobs[0].order["settings"]), self.program).run(dry_run=dry_run)
+            return JobHere(launch_settings(jobs[0].order["settings"], self.explicit.where), self.program).run(
+                dry_run=dry_run
+            )
         python_path = os.environ.get("PYTHONPATH")
         if dry_run:
             click.echo(describe_node_jobs(jobs, ssh, python_path, os.environ))

@@ -120,7 +120,7 @@ def _by_hostfile(draft: _Draft, typed: TypedSettings) -> None:
     path = draft.values["hostfile"]
     num_nodes = draft.values.get("num_machines") if draft.sources.get("num_machines") == "--num_nodes" else None
     is_counted = num_nodes is not None or typed.num_gpus is not None
-    hosts = read_hostfile(path) if is_counted or typed.no_ssh else []
+    hosts = read_hostfile(path, draft.where("hostfile")) if is_counted or typed.no_ssh else []
     if is_counted:
         flag = "--num_nodes" if num_nodes is not None else "--num_gpus"
         for name in _FILTERS:
@@ -132,7 +132,8 @@ def _by_hostfile(draft: _Draft, typed: TypedSettings) -> None:
         draft.drop(*([] if num_nodes is None else ["num_machines"]))
         draft.put({"inclusion_filter": chosen}, flag)
     if typed.no_ssh:  # the hostfile only gives the numbers of machines and processes, and the first machine
-        hosts = select_hosts(hosts, *map(draft.values.get, _FILTERS))
+        include, exclude = map(draft.values.get, _FILTERS)
+        hosts = select_hosts(hosts, include, exclude, draft.where)
         processes = sum(len(host.slots) for host in hosts)
         first = {"num_machines": len(hosts), "num_processes": processes, "main_process_ip": hosts[0].address}
         draft.put({name: value for name, value in first.items() if name not in draft.values}, f"hostfile {path}")

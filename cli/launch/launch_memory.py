@@ -40,7 +40,7 @@ def launch_memory(settings: LaunchSettings, memory: Path = MEMORY) -> Iterator[d
         new = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=memory))
     except OSError as error:
         raise ConfigError(
-            f"--max_restarts: no folder for states in {memory}",
+            f"{settings.where('max_restarts')}: no folder for states in {memory}",
             expected="a folder in memory",
             got=error.strerror,
             fix="remove files there (df -h and df -i show what is full), or launch without --max_restarts",

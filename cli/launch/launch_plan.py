@@ -193,7 +193,7 @@ def plan_launch(
         environment={**_environment(settings, threads), **device_memory, **program.environment},
         host=host,
         port=port,
-        address="" if is_dry and not is_known_host(host) else _own_address(host),
+        address="" if is_dry and not is_known_host(host) else _own_address(settings, host),
         headline=", ".join([*about, *about_cores]),
         warnings=(*about_program, *about_host, *_warnings(settings, num_local, num_devices)),
         cores=cores,
@@ -211,7 +211,8 @@ def _cores(
         return of_nodes, (words,) if of_nodes else ()
     if program.kind == "executable":
         raise ConfigError(
-            "--enable_cpu_affinity: programs of --no_python cannot be bound", fix="leave out one of the two"
+            f"{settings.where('enable_cpu_affinity')}: programs of --no_python cannot be bound",
+            fix="leave out one of the two",
         )
     return divide_cores(neighbouring_cores(), num_local), ()
 
@@ -273,7 +274,7 @@ def _check_module(name: str, *, is_dry: bool) -> tuple[str, ...]:
 
 def _meeting_point(settings: LaunchSettings, *, here: bool, is_dry: bool = False) -> tuple[str, int, tuple[str, ...]]:
     """Returns host and port, checked if this machine listens there, and warnings about them."""
-    several = settings.num_machines > 1
+    several, about_ip = settings.num_machines > 1, settings.where("main_process_ip")
     host = settings.main_process_ip or LOOPBACK
     notes: tuple[str, ...] = ()
     port = settings.main_process_port
@@ -281,23 +282,25 @@ def _meeting_point(settings: LaunchSettings, *, here: bool, is_dry: bool = False
         port = DEFAULT_PORT if several else FREE_PORT
     if several and not is_known_host(host):
         if not is_dry:
-            raise ConfigError("--main_process_ip", expected="an address or the name of a known host", got=host)
-        notes = (f"--main_process_ip {host}: this machine does not know this host, so the launch would fail",)
+            raise ConfigError(about_ip, expected="an address or the name of a known host", got=host)
+        notes = (f"{about_ip} {host}: this machine does not know this host, so the launch would fail",)
     elif not several and not is_own_host(host):
-        text = f"--main_process_ip {host}: does nothing on one machine; set --num_machines if there are more"
+        text = f"{about_ip} {host}: does nothing on one machine; set --num_machines if there are more"
         notes, host = (text,), LOOPBACK
     listens = here and settings.is_main_machine and (settings.machine_rank is not None or not several)
     if listens and port != FREE_PORT and (trouble := port_trouble(port)):
         otherwise = "the same on every machine" if several else "or leave it out for a free one"
-        raise ConfigError(f"--main_process_port {port}: {trouble}", fix=f"choose another, {otherwise}")
+        about_port = settings.where("main_process_port")
+        raise ConfigError(f"{about_port} {port}: {trouble}", fix=f"choose another, {otherwise}")
     return host, port, notes
 
 
-def _own_address(host: str) -> str:
+def _own_address(settings: LaunchSettings, host: str) -> str:
     try:
         return own_address_towards(host)
     except OSError as error:
-        raise ConfigError(f"--main_process_ip {host}: {error.strerror or error}", fix="check the network") from None
+        where = settings.where("main_process_ip")
+        raise ConfigError(f"{where} {host}: {error.strerror or error}", fix="check the network") from None
 
 
 def _check_log_dir(settings: LaunchSettings) -> None:
@@ -307,13 +310,13 @@ def _check_log_dir(settings: LaunchSettings) -> None:
     existing = next(place for place in (path, *path.absolute().parents) if place.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         problem = "is not writable" if existing.is_dir() else "is a file"
-        raise ConfigError(f"--log_dir {path}: {existing} {problem}", fix="choose another folder")
+        raise ConfigError(f"{settings.where('log_dir')} {path}: {existing} {problem}", fix="choose another folder")
 
 
 def _check_local_ranks(settings: LaunchSettings, num_local: int) -> None:
-    for name, streams in (("--tee", settings.tee), ("--redirects", settings.redirects)):
+    for name, streams in (("tee", settings.tee), ("redirects", settings.redirects)):
         if isinstance(streams, dict) and (beyond := [rank for rank in streams if rank >= num_local]):
-            raise ConfigError(name, expected=f"local ranks 0 to {num_local - 1}", got=beyond[0])
+            raise ConfigError(settings.where(name), expected=f"local ranks 0 to {num_local - 1}", got=beyond[0])
 
 
 def _num_devices(settings: LaunchSettings, environ: Mapping[str, str], num_visible: int) -> int:
@@ -327,7 +330,8 @@ def _num_devices(settings: LaunchSettings, environ: Mapping[str, str], num_visib
     hidden = "CUDA_VISIBLE_DEVICES" in environ
     if not hidden and any(name.isdigit() and int(name) >= num_visible for name in ids):
         there = f"devices 0 to {num_visible - 1}"
-        raise ConfigError("--gpu_ids", expected=there, got=settings.gpu_ids, fix="or leave it out for all")
+        where, fix = settings.where("gpu_ids"), "or leave it out for all"
+        raise ConfigError(where, expected=there, got=settings.gpu_ids, fix=fix)
     return len(ids)
 
 
@@ -389,7 +393,8 @@ _CROWD = 4  # processes per core from which on a start is worth a warning
 
 def _warnings(settings: LaunchSettings, num_local: int, devices: int) -> tuple[str, ...]:
     if settings.gpu_ids != "all" and not devices and not settings.use_cpu:
-        return (f"--gpu_ids {settings.gpu_ids}: {_count(num_local, 'process')} on the CPU, as there is no accelerator",)
+        about = f"{settings.where('gpu_ids')} {settings.gpu_ids}"
+        return (f"{about}: {_count(num_local, 'process')} on the CPU, as there is no accelerator",)
     if not devices and num_local > _CROWD * (cores := usable_cores()):
         return (
             f"{_count(num_local, 'process')} share {_count(cores, 'core')}: they import torch in turn, so the first "

@@ -377,9 +377,14 @@ def plan_node_jobs(
     """
     settings = explicit.settings()
     assert settings.hostfile is not None, "a launch without a hostfile has no node jobs"
-    hosts = select_hosts(read_hostfile(settings.hostfile), settings.inclusion_filter, settings.exclusion_filter)
+    hosts = select_hosts(
+        read_hostfile(settings.hostfile, settings.where("hostfile")),
+        settings.inclusion_filter,
+        settings.exclusion_filter,
+        settings.where,
+    )
     for host in hosts:
-        _check_known(host, settings.hostfile, ssh)
+        _check_known(host, f"{settings.where('hostfile')} {settings.hostfile}", ssh)
     num_local = _processes_each(settings, hosts)
     variables = {
         name: value
@@ -420,17 +425,19 @@ def _processes_each(settings: LaunchSettings, hosts: Sequence[Host]) -> int:
     slots = len(hosts[0].slots)
     if settings.num_machines not in (1, len(hosts)):
         expected = f"the {len(hosts)} machines that the hostfile and its filters give"
-        raise ConfigError("--num_machines", expected=expected, got=settings.num_machines, fix="leave it out")
+        about = settings.where("num_machines")
+        raise ConfigError(about, expected=expected, got=settings.num_machines, fix="leave it out")
     if settings.num_processes is None:
         return slots
+    where, got = settings.where("num_processes"), settings.num_processes
     each: int = settings.num_processes // len(hosts)
     rest = settings.num_processes % len(hosts)
     if rest:
         expected = f"a multiple of the {len(hosts)} machines of the hostfile"
-        raise ConfigError("--num_processes", expected=expected, got=settings.num_processes, fix="or leave it out")
+        raise ConfigError(where, expected=expected, got=got, fix="or leave it out")
     if each > slots:
         expected = f"at most {slots * len(hosts)}, as the hostfile has slots={slots}"
-        raise ConfigError("--num_processes", expected=expected, got=settings.num_processes, fix="or leave it out")
+        raise ConfigError(where, expected=expected, got=got, fix="or leave it out")
     return each
 
 
@@ -459,7 +466,7 @@ def _check_known(host: Host, hostfile: str, ssh: Sequence[str]) -> None:
         names = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("hostname ")]
         if names and is_known_host(names[0]):
             return
-    raise ConfigError(f"--hostfile {hostfile}: unknown host {host.address}", fix="check the name, or use its address")
+    raise ConfigError(f"{hostfile}: unknown host {host.address}", fix="check the name, or use its address")
 
 
 def is_only_this_machine(jobs: Sequence[NodeJob]) -> bool:

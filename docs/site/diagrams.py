@@ -151,7 +151,8 @@ def groups() -> str:
         "zero_quantized_gradients": True,
     }
     everyone = tuple(range(8))
-    plan = comm_plan(load_config({"zero_optimization": zero}), world_size=len(everyone))
+    config = load_config({"zero_optimization": zero})
+    plan = comm_plan(config, shard_plan(config), world_size=len(everyone))
     layout = MeshLayout.of(plan, data=(everyone,), nodes=(everyone[:4], everyone[4:]))
     assert layout.hops is not None, layout.exact_reason
     rows: list[tuple[str, str, RankGroups]] = [

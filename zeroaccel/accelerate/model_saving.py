@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from zeroaccel.accelerate.accelerator_state import AcceleratorState
+from zeroaccel.accelerate.pretrained_saving import has_conversions
 from zeroaccel.checkpoint.atomic_write import write_durably
 from zeroaccel.checkpoint.weights import parse_nbytes
-from zeroaccel.comm.agree import agreed
+from zeroaccel.comm.agree import agreed, from_rank_0
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.engine import EngineBase
 from zeroaccel.errors import CheckpointError, UsageError
@@ -163,7 +164,10 @@ class ModelSaving:
     ) -> list[str]:
         """Writes the weights like `save_model`, and the config files that `from_pretrained` reads. (all ranks)
 
-        These are `config.json` and, if the model can generate, `generation_config.json`.
+        These are `config.json` and, if the model can generate, `generation_config.json`. A model whose weights
+        transformers converted when it loaded them (merged experts, split projections, other names) is saved with the
+        names and shapes of its source, by the model's own `save_pretrained`; rank 0's host then has the converted
+        weights of a whole model.
 
         Raises:
             UsageError: the model has no config that can be saved.
@@ -179,11 +183,18 @@ class ModelSaving:
                     expected="a transformers model with a config",
                     fix="use save_model, which writes only the weights",
                 )
+            engine = self._saved_engine(model)
+            converts = safe_serialization and engine is not None and has_conversions(engine, inner)
             if self.collectives.rank == 0:
                 for name, config in configs.items():
                     if config is not None:
                         _write_config(Path(save_directory), name, config, inner)
-        return self.save_model(model, save_directory, max_shard_size, safe_serialization)
+        if not converts:
+            return self.save_model(model, save_directory, max_shard_size, safe_serialization)
+        inner.save_pretrained(save_directory, is_main_process=self.collectives.rank == 0, max_shard_size=max_shard_size)
+        return from_rank_0(
+            self.collectives, lambda: sorted(file.name for file in Path(save_directory).glob("*.safetensors")), "files"
+        )
 
     def _saved_engine(self, model: nn.Module) -> EngineBase | None:
         inner = unwrap_model(model, keep_torch_compile=False)

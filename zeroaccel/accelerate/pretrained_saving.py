@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import json
 import mmap
 import sys
 import warnings
@@ -22,6 +23,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,8 +33,10 @@ from zeroaccel.checkpoint.save_plan import EngineState
 from zeroaccel.checkpoint.weights import FullValues, placeholder_state_dict, tensor_specs, with_ties
 from zeroaccel.comm.agree import agree_or_raise, from_rank_0
 from zeroaccel.engine import EngineBase
-from zeroaccel.errors import EngineStateError
+from zeroaccel.errors import EngineStateError, UsageError, listed
+from zeroaccel.logs import logger
 from zeroaccel.nested import map_tensors
+from zeroaccel.zero.access.load_safetensors import SafetensorsFolder
 from zeroaccel.zero.module_names import plain_modules, plain_names
 from zeroaccel.zero.tensor_subclasses import inner_tensors, is_wrapper, rewrapped
 
@@ -93,9 +97,12 @@ def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
             # For a quantized base model, transformers ignores the argument and calls the model's `state_dict`.
             vars(model)["state_dict"] = lambda *args, **kwargs: inside
             try:
-                return original(*bound.args, **bound.kwargs)
+                result = original(*bound.args, **bound.kwargs)
             finally:
                 del vars(model)["state_dict"]
+            if collectives.rank == 0 and bound.arguments.get("is_main_process", True):
+                check_names(model, Path(bound.arguments["save_directory"]))
+            return result
 
         if not on_all_ranks:
             return save(_gathered_before(engine, model))
@@ -202,6 +209,42 @@ def adapter_names(engine_state: EngineState) -> frozenset[str]:
         return [name for name, value in state.items() if id(value) in ids or name.startswith("prompt_encoder.")]
 
     return frozenset(from_rank_0(engine_state.job, chosen, "names of adapters"))
+
+
+def has_conversions(engine: EngineBase, model: nn.Module) -> bool:
+    """Returns True if transformers converted the model's weights when it loaded them, and reverses that at a save."""
+    library = sys.modules.get("transformers.core_model_loading")
+    base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    if library is None or base is None or not isinstance(model, base):
+        return False
+    state = placeholder_state_dict(engine.checkpointer.state(), exclude_frozen=False)
+    return bool(library.revert_weight_conversion(model, state).keys() != state.keys())
+
+
+def check_names(model: Any, folder: Path) -> None:
+    """Logs how the names in a folder's files differ from those in the local files that the model comes from.
+
+    A model of another class than the source's, and codes and scales of the source, are no reason for a line.
+    """
+    source = Path(getattr(getattr(model, "config", None), "_name_or_path", None) or folder)
+    if not (source / "config.json").is_file() or source.resolve() == folder.resolve():
+        return
+    try:
+        config = json.loads((source / "config.json").read_bytes())
+        before, after = SafetensorsFolder(source).tensors, SafetensorsFolder(folder).tensors
+    except (UsageError, ValueError, OSError):
+        return  # the source is gone, or has files of another format
+    if type(model).__name__ not in (config.get("architectures") or ()) or "quantization_config" in config:
+        return
+    tied = {alias for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items() for alias in pair}
+    if names := sorted(after.keys() - before.keys() - tied):
+        logger.warning(
+            "%s: %d names are not in the source %s, and servers that read its names will not find them: %s",
+            folder,
+            len(names),
+            source,
+            listed(names),
+        )
 
 
 def _engine_of(model: nn.Module) -> tuple[Any, str] | None:

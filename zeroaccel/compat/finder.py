@@ -114,11 +114,11 @@ def _sharded_while_loading(original: Any) -> Any:
         quantization = kwargs.get("quantization_config") or getattr(kwargs.get("config"), "quantization_config", None)
         calls = import_module("zeroaccel.compat.transformers_calls")
         path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
-        import_module("zeroaccel.compat.transformers_loading").check_folder(
-            path, kwargs.get("subfolder", ""), kwargs.get("variant")
-        )
+        loading = import_module("zeroaccel.compat.transformers_loading")
+        loading.check_folder(path, kwargs.get("subfolder", ""), kwargs.get("variant"))
         if quantization is None:
-            return calls.with_own_conversions(original.__func__(cls, *args, **kwargs))
+            with import_module("zeroaccel.zero.access.deferred_init").values_from_files():
+                return calls.with_own_conversions(original.__func__(cls, *args, **kwargs))
         with calls.init_of_quantized(quantization):
             return calls.with_own_conversions(original.__func__(cls, *args, **kwargs))
 

@@ -1,7 +1,8 @@
 """Runs operations on shapes only: on tensors of the "meta" device, with cached layouts instead of computed results.
 
-`simulate` runs steps of the engine this way. The rules here must agree with torch's own, which apply to all other
-operations; tests compare the two.
+`simulate` runs steps of the engine this way, for every model. torch's FakeTensorMode does the same at three times the
+processor time (docs/design.md). The rules here must agree with torch's own, which apply to all other operations; tests
+compare the two.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 META = torch.device("meta")
+_CPU = torch.device("cpu")
 _ATEN = torch.ops.aten
 _ALL = (_ATEN.all.default, _ATEN.all.dim)
+_SEQUENCES = (_ATEN.linspace.default, _ATEN.arange.default, _ATEN.arange.start, _ATEN.arange.start_step)
 Layout = tuple[Sequence[int], Sequence[int], torch.dtype]
 """(size, stride, dtype)"""
 
@@ -30,6 +34,9 @@ class ShapesOnly:
 
     It derives the layout of each kind of call once from the shapes of the arguments: by a rule below, or else by torch,
     which takes up to a millisecond and first imports the compiler.
+
+    Constants of a program, such as those of `torch.tensor(2.0)` and of sequences for which it names the CPU, keep their
+    values, and so do results of constants only. Together with tensors without values they count by their shapes.
 
     Example:
         >>> import torch
@@ -56,8 +63,14 @@ class ShapesOnly:
         if func is _ATEN._local_scalar_dense.default and args[0] is self._last_all():
             return True
         facts = self._of.get(func) or self._of.setdefault(func, _OperationFacts.of(func))
+        if any(map(_has_constants, args)):
+            if not any(tensor.is_meta for tensor in _tensors(args)):
+                return func(*args, **kwargs)
+            args = _on_meta(args)
         if facts.in_place:
             return args[0]
+        if func in _SEQUENCES and kwargs.get("device") == _CPU:
+            return func(*args, **kwargs)
         if facts.takes_device and (kwargs.get("device") is not None or not isinstance(args[0], Tensor)):
             kwargs = {**kwargs, "device": META, "pin_memory": False}
         if facts.is_view:
@@ -78,6 +91,47 @@ class ShapesOnly:
             for layout in made
         ]
         return tuple(tensors) if facts.returns_tuple else tensors[0]
+
+
+class WithoutValues(TorchDispatchMode):
+    """Makes tensors on the "meta" device inside it, whatever device the program names, without memory for values."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return SHAPES.result(func, args, kwargs or {})
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and skipping dynamo would take longer than an operation
+
+
+SHAPES = ShapesOnly()
+"""Shared, because its cached results are valid for every model."""
+
+
+def _has_constants(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return not value.is_meta
+    return type(value) is list and any(isinstance(one, Tensor) and not one.is_meta for one in value)
+
+
+def _tensors(args: Sequence[Any]) -> Iterator[Tensor]:
+    for value in args:
+        yield from (one for one in (value if isinstance(value, list) else [value]) if isinstance(one, Tensor))
+
+
+def _on_meta(args: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns the arguments with each constant of one dimension or more on the "meta" device."""
+
+    def without(value: Any) -> Any:
+        if type(value) is list:
+            return [without(one) for one in value]
+        if not isinstance(value, Tensor) or value.is_meta or not value.dim():
+            return value
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
+
+    return tuple(map(without, args))
 
 
 @dataclass(frozen=True)

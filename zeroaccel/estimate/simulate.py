@@ -1,10 +1,10 @@
 """Measures the peak memory of a rank by running the engine for two optimizer steps on tensors without data.
 
-[Note: fake step] The model consists of tensors with shape and dtype but without values: of `ShapesOnly`, or, for models
-of users and libraries, of torch's `FakeTensorMode`, which runs every model. Units, coordinator, reducer and optimizer
-are the engine's own, with fake collectives (`FakeRanks`). On a mesh, the rank has its part of the model (`mesh_parts`).
-The first step records the prefetch trace; the second one is like all later steps, and is measured. Only two parts of
-the engine are replaced: the gradient norm, which needs values, and the optimizer's arithmetic.
+[Note: fake step] The model consists of tensors with shape and dtype but without values (`ShapesOnly`). Units,
+coordinator, reducer and optimizer are the engine's own, with fake collectives (`FakeRanks`). On a mesh, the rank has
+its part of the model (`mesh_parts`). The first step records the prefetch trace; the second one is like all later steps,
+and is measured. Only two parts of the engine are replaced: the gradient norm, which needs values, and the optimizer's
+arithmetic.
 
 Counted: every tensor that an operation returns (`MemoryTracker`). Not counted: memory that a kernel allocates
 internally, rounding and caches of allocators, and the backend's own memory.
@@ -12,16 +12,15 @@ internally, rounding and caches of allocators, and the backend's own memory.
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from zeroaccel.config import load_config, overlaps_communication
@@ -31,7 +30,7 @@ from zeroaccel.estimate.adapters import adapt
 from zeroaccel.estimate.extrapolate import MemoryTrace, Moment, changes_of, extrapolate_depth
 from zeroaccel.estimate.fake_ranks import FakeRanks, SentBytes, sent_per_step
 from zeroaccel.estimate.mesh_parts import PHASES, micro_steps, part_of, splits_of
-from zeroaccel.estimate.shapes_only import META, ShapesOnly, fused_attention
+from zeroaccel.estimate.shapes_only import META, SHAPES, WithoutValues, fused_attention
 from zeroaccel.estimate.subject import Subject
 from zeroaccel.estimate.workload import LIBRARY_CODES, MemoryByKind, Workload
 from zeroaccel.setup.axis_estimate import Schedule
@@ -43,9 +42,7 @@ from zeroaccel.zero.grad_reducer import ReduceRules
 from zeroaccel.zero.param_unit import FlatBuffer
 from zeroaccel.zero.wrap_policy import group_parameters, has_expert_interface
 
-_DEVICE = torch.ops.prim.device.default
 _IN_PLACE = (torch.ops.aten._foreach_zero_.default, torch.ops.aten._foreach_copy_.default)
-_SHAPES = ShapesOnly()  # shared, because its cached results are valid for every model
 
 
 @dataclass(frozen=True)
@@ -133,7 +130,6 @@ def short_traces(
     how = _How(
         kind.on_cpu,
         kind.offloads_params,
-        subject.shapes_only,
         sent,
         subject.name,
     )
@@ -167,11 +163,10 @@ _REDUCED_NUMEL = ReduceRules.bucket_numel
 
 
 class _How(NamedTuple):
-    """Settings of a simulation: see `simulate`; `shapes_only` and `name` in `Subject`; the last in `_PeakRecorder`."""
+    """Settings of a simulation: see `simulate`; `name` in `Subject`; the last in `_PeakRecorder`."""
 
     on_cpu: bool
     offloads_params: bool
-    shapes_only: bool
     sent: SentBytes
     name: str
     every_operation: bool = False
@@ -189,48 +184,27 @@ def simulated(trace: MemoryTrace, workload: Workload, pipeline_stage: int) -> Si
 
 def _trace(build: Callable[[], tuple[nn.Module, Schedule]], workload: Workload, stage: int, how: _How) -> MemoryTrace:
     """Records the memory over the second of two steps."""
-    if how.shapes_only:
-        try:
-            return _run_two_steps(build, workload, stage, how)
-        except RuntimeError as error:
-            if "meta" not in str(error).lower():
-                raise
-            # The model asks for a value, or calls an operation without shapes: fake tensors know constants.
-            how = how._replace(shapes_only=False)
-    # The import takes a third of a second, so it happens only if needed.
-    from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedFakeTensorException
-
-    with FakeTensorMode() as fake:
-        try:
-            return _run_two_steps(build, workload, stage, how)
-        except (UnsupportedFakeTensorException, torch._subclasses.fake_tensor.DataDependentOutputException) as error:
-            raise UsageError(
-                f"{how.name}: its forward depends on values, which an estimate does not have: {error}",
-                fix="estimate a number of parameters instead, such as 7b",
-            ) from error
-        finally:
-            fake.fake_tensor_converter.meta_converter.describer.lookup_storage.clear()
-            # torch 2.6 crashes when it frees these weak references, so a few bytes of each are leaked.
-            for reference in fake.fake_tensor_converter.constant_storage_mapping:
-                reference._free_weak_ref = _left
-
-
-def _left(address: int) -> None:
-    """Replaces the function that frees a weak reference to a storage."""
+    try:
+        return _run_two_steps(build, workload, stage, how)
+    except (RuntimeError, TypeError) as error:
+        if not re.search("meta|unallocated storage", str(error), re.IGNORECASE):
+            raise
+        raise UsageError(
+            f"{how.name}: its forward depends on values, which an estimate does not have: {error}",
+            fix="estimate a number of parameters instead, such as 7b",
+        ) from error
 
 
 def _run_two_steps(
     build: Callable[[], tuple[nn.Module, Schedule]], workload: Workload, stage: int, how: _How
 ) -> MemoryTrace:
     recorder = _PeakRecorder(how.every_operation)
-    attention = fused_attention() if how.shapes_only else nullcontext()
-    with attention, MemoryTracker(_SHAPES if how.shapes_only else None) as tracker:
+    with fused_attention(), MemoryTracker() as tracker:
         model, schedule = build()
         numel = sum(param.numel() for param in model.parameters())
         adapt(model, workload, how.name)
         collectives = FakeRanks(workload.shard_ranks, how.sent, receives_in_host_memory=how.on_cpu, experts=workload.ep)
-        device = META if how.shapes_only else torch.device("cpu")
-        engine = _engine(model, workload, stage, collectives, device, how)
+        engine = _engine(model, workload, stage, collectives, META, how)
         tracker.follow(buffer.full for unit in engine.units for buffer in unit.buffers)
         # The first step records the prefetch trace, and leaves receive buffers in the pool.
         _run_step(engine, schedule, recorder, how.sent)
@@ -303,21 +277,17 @@ def _run_step(engine: _EngineWithoutValues, schedule: Schedule, recorder: _PeakR
 # -- replacements for parts of the engine
 
 
-class MemoryTracker(TorchDispatchMode):
-    """Counts the bytes of storages that are allocated inside it, for fake and real tensors.
+class MemoryTracker(WithoutValues):
+    """Counts the bytes of storages that are allocated inside it.
 
     It adds a result when its operation returns, and subtracts it when the last reference to its storage is gone. It
     measures resizable storages after each operation. It does not see memory that a kernel allocates and frees within
     one operation.
-
-    Args:
-        shapes: computes the results; without it, the operations run.
     """
 
-    def __init__(self, shapes: ShapesOnly | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._on_change: Callable[[object, int, int], None] | None = None
-        self._shapes = shapes
         self._nbytes: dict[int, int] = {}
         self._alive: dict[int, _StorageReference] = {}
         self._fixed = 0
@@ -326,12 +296,7 @@ class MemoryTracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if self._shapes is not None:
-            result = self._shapes.result(func, args, kwargs or {})
-        elif func is _DEVICE and hasattr(args[0], "fake_device"):
-            return args[0].fake_device  # two of three calls, so this path is as short as possible
-        else:
-            result = func(*args, **(kwargs or {}))
+        result = SHAPES.result(func, args, kwargs or {})
         if isinstance(result, Tensor):
             self._add(result.untyped_storage())
         elif isinstance(result, (tuple, list)):
@@ -341,10 +306,6 @@ class MemoryTracker(TorchDispatchMode):
         if self._on_change is not None:
             self._measure(self._on_change, None if func.is_view or func in _IN_PLACE else func)
         return result
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and skipping dynamo would take longer than an operation
 
     def follow(self, tensors: Iterable[Tensor]) -> None:
         """Measures the storages of these tensors every time from now on, because they are resized."""

@@ -1,7 +1,7 @@
 """Reads the MODEL of an estimate: a number of parameters, a known name, a Hugging Face config, or a user's function.
 
-Each becomes a `Subject`, which builds the model (without weights under fake tensors) and runs its forward. A number of
-parameters becomes a `Decoder` of that size. Imports transformers only for its own configs.
+Each becomes a `Subject`, which builds the model (without values) and runs its forward. A number of parameters becomes a
+`Decoder` of that size. Imports transformers only for its own configs.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.estimate.decoder import MODELS, Decoder, known_shape, plain_names, shape_of
 from zeroaccel.estimate.extrapolate import MemoryTrace
 from zeroaccel.estimate.known_models import CONFIGS, READ_PICTURES, ModelConfig
+from zeroaccel.estimate.shapes_only import WithoutValues
 from zeroaccel.parallel.experts import expert_count
 from zeroaccel.setup.axis_estimate import Shape
 
@@ -57,8 +58,6 @@ class Subject:
         build_short: builds the same model with another number of blocks.
         layer_numel: number of parameters in one block.
         leading: number of first blocks of another kind.
-        shapes_only: True if the shapes of all results follow from the shapes of the arguments, and operations write
-            to no argument except their first one.
         shape: shape of a `Decoder`; None for other models.
         traces: traces of the model so far, for estimates that need the same ones again.
     """
@@ -70,7 +69,6 @@ class Subject:
     build_short: Callable[[int], tuple[nn.Module, Step]] | None = None
     layer_numel: int = 0
     leading: int = 0
-    shapes_only: bool = False
     shape: Shape | None = None
     traces: dict[object, MemoryTrace] = field(default_factory=dict, init=False, compare=False, repr=False)
 
@@ -174,7 +172,7 @@ def _of_shape(name: str, note: str, shape: Shape) -> Subject:
     def build(layers: int = shape.layers) -> tuple[nn.Module, Step]:
         return Decoder(replace(shape, layers=layers)), predict_tokens
 
-    return Subject(name, note, build, shape.layers, build, shape.block_numel, shapes_only=True, shape=shape)
+    return Subject(name, note, build, shape.layers, build, shape.block_numel, shape=shape)
 
 
 def numel_of(what: Subject) -> int:
@@ -190,9 +188,7 @@ def experts_of(what: Subject) -> int:
 
 
 def _of_model(what: Subject, count: Callable[[nn.Module], int]) -> int:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
+    with WithoutValues():  # type: ignore[no-untyped-call]
         return count(what.build()[0])
 
 
@@ -273,7 +269,7 @@ def _of_known_config(name: str, known: ModelConfig) -> Subject:
     note = f"{known.numel:,} parameters in {periods * known.period} layers of {known.model_type}"
     if any(known is CONFIGS[one] for one in READ_PICTURES):
         note += ": only the text model, without its vision tower and projector"
-    return Subject(name, note, build, periods, build, known.numel // periods, known.leading, shapes_only=True)
+    return Subject(name, note, build, periods, build, known.numel // periods, known.leading)
 
 
 def _transformers_step(model: nn.Module, batch: int, sequence: int) -> tuple[Tensor, Any]:
@@ -287,7 +283,13 @@ def _transformers_step(model: nn.Module, batch: int, sequence: int) -> tuple[Ten
     else:
         ids = torch.zeros(batch, sequence, dtype=torch.long)
         inputs = {"input_ids": ids}
-        labels = torch.zeros(batch, dtype=torch.long) if "SequenceClassification" in type(model).__name__ else ids
+        labels = ids
+        # Models compare ids with the padding's to warn about a missing mask; ids have no values here.
+        if "SequenceClassification" in type(model).__name__:
+            labels = torch.zeros(batch, dtype=torch.long)
+            inputs["attention_mask"] = torch.ones_like(ids)
+        elif config is not None:
+            config.pad_token_id = None
     module = getattr(model, "module", model)
     if "labels" in module.forward.__code__.co_varnames or hasattr(module.forward, "__wrapped__"):
         inputs["labels"] = labels

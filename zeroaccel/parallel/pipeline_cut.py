@@ -230,7 +230,7 @@ def cut(model: nn.Module, index: int, count: int, config: PipelineConfig, *, ver
     """Reduces a model to one rank's stages. Every rank makes the same cut, and keeps different stages.
 
     Args:
-        verify: False for tensors without values (FakeTensorMode), for which stage and model cannot be compared.
+        verify: False for tensors without values, as in estimates, for which stage and model cannot be compared.
 
     Raises:
         UsageError: the model cannot be cut, or not into this number of stages.
@@ -242,7 +242,7 @@ def cut(model: nn.Module, index: int, count: int, config: PipelineConfig, *, ver
         raise UsageError("pipeline: torch", expected="schedules that keep no outputs", got=torch.__version__, fix=fix)
     whole = WholeModel.of(model) if verify else WholeModel((), {}, (), (), frozenset(), "")
     meta = next((name for name, param in model.named_parameters() if param.is_meta or not param.numel()), None)
-    if meta is not None:
+    if meta is not None and verify:
         raise UsageError(
             f"pipeline: parameter {meta}",
             expected="values on every rank before the model is cut",

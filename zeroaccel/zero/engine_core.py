@@ -255,8 +255,8 @@ class EngineCore(ModelWrapper):
                 raise
             raise mistake from error
 
-    def _begin_step(self, *, boundary: bool) -> None:
-        """Checks that a step may be taken now, and counts it."""
+    def _begin_step(self, *, boundary: bool) -> WeightUpdate:
+        """Checks that a step may be taken now, and counts it; returns the update of the weights."""
         weights = self._require_weight_update("step")
         self._check_usable()
         # Parameters that `GatheredParameters` keeps unsharded would be stale after the update.
@@ -273,6 +273,7 @@ class EngineCore(ModelWrapper):
         self.count_micro_step()
         self._step.applied = False
         self._step.num_backwards = 0
+        return weights
 
     def count_micro_step(self) -> None:
         """Counts a micro-batch without an update, for loops that call `step()` at boundaries only."""
@@ -281,9 +282,13 @@ class EngineCore(ModelWrapper):
         batches = 1 if is_counted else self._step.num_backwards
         self.global_samples += batches * self.settings.micro_batch_size * self.settings.data_parallel_size
 
-    def _update(self) -> None:
-        """Computes the norm, checks for overflow, clips, and updates the weights."""
-        step, boundary, weights = self._step, self._require_boundary("step"), self._require_weight_update("step")
+    @contextlib.contextmanager
+    def _decided_step(self) -> Iterator[float | Tensor | None]:
+        """Yields the factor for `WeightUpdate.replace_weights`, which the block calls; None if the step is skipped.
+
+        Before the block it computes the norm, checks for overflow and clips; afterwards it counts the step.
+        """
+        step, boundary = self._step, self._require_boundary("step")
         boundary.verify_earlier_steps()
         late = boundary.settings_may_be_late()
         check = self._check_gradients(norm=self.settings.compute_norm or self.settings.clipping > 0)
@@ -293,10 +298,7 @@ class EngineCore(ModelWrapper):
         rule = FactorRule(self.loss_scale.value, self.settings.clipping, boundary.factor, self.settings.skip_overflow)
         try:
             factor = boundary.decide(check, rule, self.global_steps, late=late)
-            if factor is None:
-                weights.finish()
-            else:
-                weights.replace_weights(factor)
+            yield factor
             step.applied = boundary.conclude(check, rule, self.global_steps, factor)
         except (CollectiveError, UsageError):  # the step is refused
             raise

@@ -104,18 +104,21 @@ class WeightUpdate:
 
     # -- the step
 
-    def replace_weights(self, grad_scale: float | Tensor) -> None:
+    def replace_weights(self, grad_scale: float | Tensor | None) -> None:
         """Updates with the gradients of this step, or starts to. (all ranks)
 
         Args:
             grad_scale: factor of the gradients, for unscaling and clipping; or, if `takes_control`, a control tensor on
-                the device, as in `ShardStep.step_shard`; then call `settle` next.
+                the device, as in `ShardStep.step_shard`; then call `settle` next. None skips this step.
 
         Raises:
             OffloadError: a tier failed; on every rank. Masters and weights are a mixture of old and new.
             EngineStateError: the settings have changed since an earlier update began.
         """
         optimizer, gradients = self._optimizer, self._reducer.gradients
+        if grad_scale is None:
+            self.finish()
+            return
         if self._during == "next_step":
             assert isinstance(grad_scale, float), "updates on a thread take a number"
             self._start_late(grad_scale)

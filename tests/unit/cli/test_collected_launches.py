@@ -132,7 +132,7 @@ def _job(line: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
     monkeypatch.setattr(launch_module.JobOnHosts, "run", started)
     monkeypatch.setattr(launch_module.os, "environ", {"HOME": str(folder), "PATH": "/usr/bin:/bin"})
     monkeypatch.setattr(plan_module, "port_trouble", lambda _: "")
-    monkeypatch.setattr(plan_module, "_own_address", lambda _: "127.0.0.1")
+    monkeypatch.setattr(plan_module, "own_address_towards", lambda _: "127.0.0.1")
     launch.main(["--dry_run", *words], standalone_mode=False, prog_name="zeroaccel launch")
     return job
 

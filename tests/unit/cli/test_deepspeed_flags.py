@@ -43,7 +43,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPat
     monkeypatch.setattr(plan_module, "usable_cores", lambda: 16)
     monkeypatch.setattr(plan_module, "neighbouring_cores", lambda: list(range(16)))
     monkeypatch.setattr(plan_module, "port_trouble", lambda _: "")
-    monkeypatch.setattr(plan_module, "_own_address", lambda _: "127.0.0.1")
+    monkeypatch.setattr(plan_module, "own_address_towards", lambda _: "127.0.0.1")
     for module in (plan_module, ssh_module):
         monkeypatch.setattr(module, "is_known_host", lambda _: True)
     (tmp_path / "train.py").write_text("import argparse\nparser = argparse.ArgumentParser()\n")
@@ -143,7 +143,7 @@ def test_flags_without_effect_are_noted(words: str, note: str, machine: pytest.M
     ("words", "refusal"),
     [
         ("--exclude localhost", "--exclusion_filter: expected to leave one of the 8 devices of this machine, got"),
-        ("--include localhost:8", "--gpu_ids: expected devices 0 to 7, got '8'"),
+        ("--include localhost:8", "--inclusion_filter: expected devices 0 to 7, got '8'"),
         ("--hostfile hosts --num_nodes 5", "--num_nodes: expected at most the 4 machines of hosts, got 5"),
         ("--hostfile hosts --num_gpus 5", "--num_gpus: expected at most 4, the slots of worker-0, got 5"),
         (

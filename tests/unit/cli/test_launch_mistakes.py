@@ -169,3 +169,34 @@ def test_bf16_on_a_device_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--deepspeed_config_file bf16.json", "bf16.json:2:12: bf16.enabled"),
     ]:
         assert _refusal(f"{words} train.py") == f"zeroaccel: {where}: V100 has no bf16; use fp16\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("gpu_ids: '0,5'\n", "z.yaml:1:1: gpu_ids: expected devices 0 to 1, got '0,5'"),
+        ("log_dir: train.py\n", "z.yaml:1:1: log_dir train.py: train.py is a file"),
+        ("deepspeed_config:\n  deepspeed_hostfile: nowhere\n", "z.yaml:2:3: hostfile nowhere: there is no such file"),
+        (
+            "deepspeed_config:\n  deepspeed_hostfile: hosts\n  deepspeed_inclusion_filter: wibble\n",
+            "z.yaml:3:3: inclusion_filter: expected machines of the hostfile, got 'wibble'",
+        ),
+        (
+            "deepspeed_config:\n  deepspeed_hostfile: hosts\nnum_processes: 3\n",
+            "z.yaml:3:1: num_processes: expected at",
+        ),
+    ],
+)
+def test_mistakes_that_the_plan_finds_have_the_place_of_the_setting(
+    text: str, words: str, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_module, "devices", lambda: (Device("A100", 2**36, has_bf16=True),) * 2)
+    (project / "z.yaml").write_text(text)
+    (project / "hosts").write_text("localhost slots=2\n")
+    assert words in typed("launch --dry_run --config_file z.yaml train.py", code=2).err
+    name = text.split(":")[0]
+    if name in ("gpu_ids", "log_dir"):
+        monkeypatch.setitem(
+            launch_module.os.environ, f"ZEROACCEL_{name.upper()}", "train.py" if name == "log_dir" else "0,5"
+        )
+        assert f"environment ZEROACCEL_{name.upper()}: {name}" in typed("launch --dry_run train.py", code=2).err

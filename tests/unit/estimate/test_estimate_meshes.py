@@ -55,7 +55,7 @@ LLAMA = {
 
 
 def _subject(shape: Shape = SHAPE) -> Subject:
-    return Subject("small", "", lambda: (Decoder(shape), predict_tokens), shapes_only=True, shape=shape)
+    return Subject("small", "", lambda: (Decoder(shape), predict_tokens), shape=shape)
 
 
 def _stage_1(workload: Workload) -> Estimate:

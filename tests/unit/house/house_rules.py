@@ -59,23 +59,23 @@ ENVIRONMENT_READERS = {
 # Folder -> its limit of code lines. A commit that raises a limit states the reason.
 MAX_CODE_LINES: Mapping[str, int] = {
     "": 1228,
-    "accelerate": 4264,
+    "accelerate": 4300,
     "checkpoint": 6072,
     "cli": 7194,
     "comm": 3883,
     "compat": 3703,
     "config": 4556,
-    "data": 890,
-    "estimate": 2061,
+    "data": 891,
+    "estimate": 2070,
     "offload": 987,
     "ops": 2434,
     "optim": 1305,
     "parallel": 3996,
     "rollout": 1160,
-    "setup": 1470,
+    "setup": 1472,
     "telemetry": 1472,
     "utils": 60,
-    "zero": 9035,
+    "zero": 9050,
 }
 LOOSE_LINES = 100
 MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 7

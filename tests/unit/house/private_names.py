@@ -28,7 +28,7 @@ PRIVATE: Mapping[str, str] = {
     "torch._ops": "OpOverload._schema",
     "torch._ops.ops.aten": "_local_scalar_dense _log_softmax _log_softmax_backward_data "
     "_to_copy _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward",
-    "torch._subclasses.fake_tensor": "DataDependentOutputException FakeTensorMode UnsupportedFakeTensorException",
+    "torch._subclasses.fake_tensor": "FakeTensorMode",
     "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes",
     "torch.utils._pytree": "tree_flatten tree_leaves tree_map tree_unflatten",
     "torch.cuda": "_is_in_bad_fork _lazy_call",

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import BeforeValidator, Field, ValidationError, create_model
+from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, create_model
 
 from zeroaccel.config.diagnostics import NOTHING, Problem, from_pydantic, hint
 from zeroaccel.config.launch.setting import Setting
@@ -236,6 +236,12 @@ _RENDEZVOUS_KEYS: Mapping[Rendezvous, tuple[str, ...]] = {
 class LaunchSettings(SettingsSection):
     """All settings of a launch. `launch_settings` creates it and checks the settings against each other."""
 
+    _places: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    def where(self, name: str) -> str:
+        """Returns the address of a setting for a message: its flag, variable or place in a file, else its flag."""
+        return self._places.get(name, SETTINGS[name].flag_name)
+
     @property
     def rendezvous(self) -> Rendezvous:
         """Rendezvous backend. An explicit port becomes MASTER_PORT with static rendezvous only."""
@@ -301,6 +307,8 @@ def launch_settings(values: Mapping[str, Any], address: Callable[[str], str] = s
     settings = typed_settings(values, address)
     if problems := list(_contradictions(settings)):
         raise wrong_settings(problems, address)
+    if address is not str:
+        settings._places.update({name: address(name) for name in values})
     return settings
 
 

@@ -152,7 +152,8 @@ class ModuleShards:
             params = [param for _, param in same]
             built_as = [dtype_before(param) for param in params]
             layout = self._lay_out(module, same)
-            source = initial_values(layout, params, self.destination.device, self.collectives, self._label(module))
+            device, label = self.destination.device, self._label(module)
+            source = initial_values(layout, params, device, self.collectives, label, broadcast=not _OVERWRITTEN)
             for param, before in zip(params, built_as, strict=True):
                 note_cast(param, before)
             buffer = self._buffer(layout, params, dtype)
@@ -380,7 +381,18 @@ def _nbytes(units: Iterable[ParamUnit]) -> int:
 RemoteDevice = Literal["cpu", "nvme"]
 
 _ACTIVE: list[Init] = []
+_OVERWRITTEN: list[str] = []  # reasons why the values of constructors will not be used
 _PARENTS: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[nn.Module], str]] = weakref.WeakKeyDictionary()
+
+
+@contextmanager
+def values_from_files() -> Iterator[None]:
+    """Makes `Init` leave out the broadcast of constructors' values, which files or initializers replace."""
+    _OVERWRITTEN.append("files")
+    try:
+        yield
+    finally:
+        _OVERWRITTEN.pop()
 
 
 def note_places(model: nn.Module) -> None:

@@ -1,0 +1,57 @@
+"""`Accelerator.save_pretrained` writes the names of the source, and a save with other names says so."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.job import run_command
+
+pytest.importorskip("transformers")
+
+SCRIPT = """\
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors import safe_open
+from zeroaccel import Accelerator
+
+accelerator = Accelerator()
+folder, rank0 = Path(sys.argv[1]), accelerator.is_main_process
+sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+experts = dict(num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16, num_key_value_heads=2, head_dim=16)
+if rank0:
+    transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, **experts)).save_pretrained(folder / "source")
+accelerator.wait_for_everyone()
+
+def shapes(name):
+    with safe_open(folder / name / "model.safetensors", "pt") as file:
+        return {key: file.get_slice(key).get_shape() for key in file.keys()}
+
+plain = transformers.AutoModelForCausalLM.from_pretrained(folder / "source")
+model, _ = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+assert accelerator.save_pretrained(model, folder / "saved") == ["model.safetensors"]
+assert shapes("saved") == shapes("source")
+assert "model.layers.0.mlp.experts.1.up_proj.weight" in shapes("saved")
+
+plain._weight_conversions = []
+plain.save_pretrained(folder / "renamed", is_main_process=rank0)
+accelerator.wait_for_everyone()
+print("done")
+accelerator.end_training()
+"""
+
+
+def test_saves_have_the_names_of_the_source(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    flags = ("--cpu", "--num_processes", 2, "--engine", "zeroaccel", "--zero_stage", 3, "--zero3_init_flag", "true")
+    command = [sys.executable, "-m", "zeroaccel.cli", "launch", *flags, tmp_path / "script.py", tmp_path]
+    result = run_command(command, timeout=120.0)
+    assert result.returncode == 0, result.stderr
+    (line,) = [each for each in result.stderr.splitlines() if "names are not in the source" in each]
+    assert f"{tmp_path / 'renamed'}: 2 names" in line
+    assert "model.layers.0.mlp.experts.down_proj; model.layers.0.mlp.experts.gate_up_proj" in line.replace(", m", "; m")
