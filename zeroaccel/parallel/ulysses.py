@@ -332,7 +332,8 @@ class UlyssesAttention:
             if mask.shape[-2] != length:
                 return mask
             return mask.index_select(-2, self._rows(dealing, length // self.group.size, mask.device))
-        is_causal = kwargs.get("is_causal", getattr(module, "is_causal", True))
+        is_causal = kwargs.get("is_causal")
+        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if self.implementation == _EAGER or not is_causal:
             return mask
         rows = self._rows(dealing, length // self.group.size, query.device)

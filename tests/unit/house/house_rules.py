@@ -70,12 +70,12 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "offload": 987,
     "ops": 2442,
     "optim": 1305,
-    "parallel": 3996,
+    "parallel": 3997,
     "rollout": 1214,
     "setup": 1472,
     "telemetry": 1472,
     "utils": 60,
-    "zero": 9057,
+    "zero": 9059,
 }
 LOOSE_LINES = 100
 MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 7
