@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zeroaccel.comm.environment import usable_cores
-from zeroaccel.config.launch.foreign_names import FSDP_KEYS, MPI_LAUNCHERS
+from zeroaccel.config.launch.foreign_names import CONTEXT, CONTEXT_IS_SP, FSDP_KEYS, MPI_LAUNCHERS
 from zeroaccel.config.launch.launch_foreign import fsdp_of_words, refused_axis
 from zeroaccel.config.launch.launch_sources import ExplicitSettings, from_text
 from zeroaccel.config.launch.setting_table import SETTINGS
@@ -90,6 +90,8 @@ def _notes(typed: Mapping[str, Any]) -> Iterator[str]:
     if str(typed.get("launcher", "")).lower() in MPI_LAUNCHERS:
         name = typed["launcher"].lower()
         yield f"--launcher {name}: ssh starts the machines of the hostfile instead, with the same results"
+    if typed.get(_CONTEXT) not in (None, "0", "1"):
+        yield f"--{_CONTEXT}: {CONTEXT_IS_SP}"
     if "launcher_args" in typed:
         yield "--launcher_args: does nothing; set arguments for ssh in ZEROACCEL_SSH"
 
@@ -108,6 +110,7 @@ def _own(typed: Mapping[str, Any]) -> _Typed:
                 yield fewest, from_text(fewest, least, lambda name: SETTINGS[name].flag_name), f"--{fewest}"
 
 
+_CONTEXT = f"parallelism_config_{CONTEXT}"
 _RANGES = {"num_machines": "min_machines", "num_processes": "min_processes"}
 
 
@@ -119,6 +122,9 @@ def _foreign(typed: Mapping[str, Any]) -> _Typed:
     for flag, (name, value) in SWITCHES.items():
         if flag in typed:
             yield name, value, f"--{flag}"
+    context = typed.get(_CONTEXT)
+    if context not in (None, "0", "1"):
+        yield "sp_size", _read("sp_size", context, _CONTEXT), f"--{_CONTEXT}"
     yield from _of_torchrun(typed)
     if "enable_each_rank_log" in typed:
         yield "log_dir", typed["enable_each_rank_log"], "--enable_each_rank_log"

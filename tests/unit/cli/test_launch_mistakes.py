@@ -101,8 +101,8 @@ def _refusal(arguments: str) -> str:
         ("--ssh_port 22", '--ssh_port 22: a variable sets the port of ssh; ZEROACCEL_SSH="ssh -p PORT"'),
         ("--pass_local_rank --no_python", "--pass_local_rank: --no_python starts a program with its own arguments"),
         (
-            "--parallelism_config_cp_size 2",
-            "--parallelism_config_cp_size 2: context parallelism is not available; sp_size splits sequences",
+            "--parallelism_config_cp_size 2 --sp_size 4",
+            "--parallelism_config_cp_size 2: conflicts with --sp_size 4; keep one of the two, they are names of one",
         ),
         ("--ep_size 3 --num_processes 4", "--ep_size: ep 3 is not a divisor of dp_shard x sp, 4 ranks"),
         ("--sp_size 3 --num_processes 4", "--sp_size: sp 3 = 3, but the mesh needs sizes that divide"),

@@ -107,8 +107,8 @@ def test_a_key_of_older_files_keeps_its_meaning(tmp_path: Path, backend: str) ->
             "launch.yaml:1:22: parallelism_config.parallelism_config_sp_backend: the only method of",
         ),
         (
-            "parallelism_config: {cp_size: 2}",
-            "parallelism_config.cp_size: context parallelism is not available; sp_size splits sequences: got 2",
+            "parallelism_config: {sp_size: 4, cp_size: 2}",
+            "launch.yaml:1:34: parallelism_config.cp_size: cp_size and sp_size 4 both split sequences: got 2",
         ),
         ("parallelism_config: 3", "launch.yaml:1:1: parallelism_config: expected sizes such as `sp_size: 2`, got 3"),
         ("parallelism_config: {sp_sise: 2}", 'did you mean "sp_size"?'),

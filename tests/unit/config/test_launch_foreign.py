@@ -189,6 +189,27 @@ def test_the_older_section_of_tensor_parallelism_is_translated() -> None:
     ]
     given = parse_launch_file(f"{text}parallelism_config: {{parallelism_config_sp_size: 2, cp_size: 1}}\n", "f.yaml")
     assert (given.values["tp_size"], given.values["sp_size"]) == (4, 2)
+
+
+@pytest.mark.parametrize("before", ["", "sp_size: 1, ", "parallelism_config_sp_size: 1, "])
+@pytest.mark.parametrize("key", ["cp_size", "parallelism_config_cp_size"])
+def test_the_size_of_context_parallelism_is_that_of_sequence_parallelism(before: str, key: str) -> None:
+    text = f"num_processes: 2\nparallelism_config: {{{before}{key}: 2, cp_comm_strategy: alltoall}}\n"
+    given = parse_launch_file(text, "f.yaml")
+    assert given.values == {"num_processes": 2, "sp_size": 2}
+    place = f"f.yaml:2:{text.splitlines()[1].index(key) + 1}"
+    said = "is sp_size here: ranks that share a sequence exchange heads of attention"
+    assert list(given.notes) == [f"{place}: parallelism_config.{key}: {said}"]
+    flags = TypedSettings.of({"parallelism_config_cp_size": "2", "parallelism_config_cp_comm_strategy": "alltoall"})
+    assert (flags.settings.values, flags.settings.sources) == (
+        {"sp_size": 2},
+        {"sp_size": "--parallelism_config_cp_size"},
+    )
+    assert list(flags.settings.notes) == [f"--parallelism_config_cp_size: {said}"]
+
+
+def test_a_translated_section_of_another_kind_is_left_out() -> None:
+    text = "tp_config:\n  tp_size: '4'\ndistributed_type: TP\nnum_processes: 4\n"
     given = parse_launch_file(text.replace("TP", "MULTI_GPU"), "f.yaml")  # accelerate reads it for TP only
     assert "tp_size" not in given.values
     assert list(given.notes) == ["f.yaml:1:1: tp_config: does nothing, because distributed_type is MULTI_GPU"]

@@ -41,12 +41,14 @@ FSDP_KEYS: tuple[str, ...] = (FSDP_STRATEGY, FSDP_RESHARD, "fsdp_offload_params"
 
 
 OTHER_AXES: Mapping[str, str] = {
-    "cp_size": "context parallelism is not available; sp_size splits sequences",
+    "cp_size": "",
     "cp_backend": "",
     "cp_comm_strategy": "",
     "sp_backend": "the only method of sequence parallelism is DeepSpeed's (Ulysses)",
 }
 """Settings of accelerate's mesh that are not available here -> reason for refusing a size above 1, or ""."""
+CONTEXT, CONTEXT_IS_SP = "cp_size", "is sp_size here: ranks that share a sequence exchange heads of attention"
+"""accelerate's second name for ranks that share a sequence."""
 LIKE_GPU = ("MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_HPU", "MULTI_NEURON")
 _TPU = "because it is a setting for TPUs"
 # Key -> reason why accelerate ignores it on a machine without TPUs, as a launch here does.

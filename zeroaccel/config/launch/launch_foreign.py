@@ -288,10 +288,25 @@ def _drop_idle(foreign: ForeignKeys, kind: str | None) -> None:
     _settle_axes(foreign)
 
 
+_NO_SIZES = ("None", "0", "1")
+
+
 def refused_axis(name: str, value: object) -> str:
     """Returns why a value of `names.OTHER_AXES` is refused, or the empty string for a value without effect."""
     divides_nothing = str(value).lower() in ("none", "0", "1", "deepspeed" if name == "sp_backend" else "")
     return "" if divides_nothing else names.OTHER_AXES[name]
+
+
+def _settle_context(foreign: ForeignKeys, key: str, size: object, other: object) -> object:
+    """Returns the size of `sp` that cp_size gives; both are names of ranks that share a sequence."""
+    place = (MESH_SECTION, key)
+    if str(other) not in _NO_SIZES:
+        text = f"cp_size and sp_size {other} both split sequences"
+        foreign.problems.append(Problem(place, text=text, got=size, fix="remove one of them"))
+        return other
+    foreign.moved[(MESH_SECTION, "sp_size")] = place
+    foreign.notes.append((place, names.CONTEXT_IS_SP))
+    return size
 
 
 def _settle_axes(foreign: ForeignKeys) -> None:
@@ -303,11 +318,13 @@ def _settle_axes(foreign: ForeignKeys) -> None:
         foreign.problems.append(Problem((MESH_SECTION,), expected="sizes such as `sp_size: 2`", got=section))
         del foreign.tree[MESH_SECTION]
         return
-    ours = {}
-    for key, value in section.items():
-        name = str(key).removeprefix(f"{MESH_SECTION}_")
-        if name not in names.OTHER_AXES:
-            ours[key] = value
+    keys = {str(key).removeprefix(f"{MESH_SECTION}_"): key for key in section}
+    ours = {key: section[key] for name, key in keys.items() if name not in names.OTHER_AXES}
+    for name in names.OTHER_AXES.keys() & keys.keys():
+        key, value = keys[name], section[keys[name]]
+        if name == names.CONTEXT and str(value) not in _NO_SIZES:
+            sequence = keys.get("sp_size", "sp_size")
+            ours[sequence] = _settle_context(foreign, str(key), value, section.get(sequence))
         elif reason := refused_axis(name, value):
             foreign.problems.append(Problem((MESH_SECTION, str(key)), text=reason, got=value, fix="remove it"))
     foreign.tree[MESH_SECTION] = ours
