@@ -89,18 +89,18 @@ class _FacadeLoader(Loader):
 
 
 class _PatchingLoader(SourceFileLoader):
-    """Loads a module of a library and replaces methods of its classes."""
+    """Loads a module of a library and replaces functions and methods of its classes."""
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
         for name, method, change in _PATCHED[module.__name__]:
-            owner = getattr(module, name)
+            owner = getattr(module, name) if name else module
             if method in vars(owner):
                 _ORIGINALS[owner, method] = vars(owner)[method]
                 setattr(owner, method, change(vars(owner)[method]))
 
 
-_ORIGINALS: dict[tuple[type, str], Any] = {}
+_ORIGINALS: dict[tuple[type | ModuleType, str], Any] = {}
 
 
 def _sharded_while_loading(original: Any) -> Any:
@@ -156,6 +156,11 @@ def _rows_on_any_device(original: Any) -> Any:
     return collect
 
 
+def _left_to_the_engine(original: Any) -> Any:
+    """Returns a check that refuses no layers: the engine's sequence parallelism knows them, or refuses them by name."""
+    return functools.wraps(original)(lambda model: None)
+
+
 def _by_ranges(original: Any) -> Any:
     """Returns a `_load_pretrained_model` that reads each rank's shards from the files at stage 3."""
     if not isinstance(original, staticmethod):  # transformers 4, whose method has other arguments
@@ -169,6 +174,7 @@ def _by_ranges(original: Any) -> Any:
 
 
 _PATCHED: Mapping[str, Sequence[tuple[str, str, Callable[[Any], Any]]]] = {
+    "accelerate.accelerator": [("", "_refuse_recurrent_layers_under_sequence_parallelism", _left_to_the_engine)],
     "accelerate.utils.deepspeed": [("HfDeepSpeedConfig", "__init__", _with_places)],
     "transformers.modeling_utils": [
         ("PreTrainedModel", "from_pretrained", _sharded_while_loading),
@@ -177,7 +183,7 @@ _PATCHED: Mapping[str, Sequence[tuple[str, str, Callable[[Any], Any]]]] = {
     "transformers.trainer": [("Trainer", "train", _saving_states)],
     "peft.tuners.trainable_tokens.layer": [("TrainableTokensLayer", "_collect_token_weights", _rows_on_any_device)],
 }
-"""Module -> (class, method, function that returns its replacement), for each patch."""
+"""Module -> (class, method, function that returns its replacement), for each patch; "" for the module's functions."""
 
 
 class _Distribution(Distribution):
