@@ -43,7 +43,7 @@ def _said_of_items(num_items: int, accumulation: int) -> list[str]:
     said: list[str] = []
     data = [torch.zeros(8, dtype=torch.long)] * num_items
     settings = {**config(1), "gradient_accumulation_steps": accumulation}
-    with patch("zeroaccel.setup.plan.log_once", lambda _, message: said.append(message)):
+    with patch("zeroaccel.data.training_data.log_once", lambda _, message: said.append(message)):
         engine, *_ = zeroaccel.initialize(Toy(), config=settings, training_data=data)
     engine.destroy()
     return [message for message in said if message.startswith("training_data")]

@@ -411,8 +411,8 @@ def test_wrong_workloads_are_reported(changes: dict[str, object], message: str) 
         Workload(**changes)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("stage", "lengths_run"), [(0, [4, 5, 6]), (1, [4, 5, 6]), (3, [5, 6, 7])])
-def test_a_few_of_many_blocks_give_the_estimate_of_all(stage: int, lengths_run: list[int]) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_few_of_many_blocks_give_the_estimate_of_all(stage: int) -> None:
     shape = Shape(layers=16, width=16384, inner=8192, vocabulary=1000)
 
     def build(layers: int = shape.layers) -> tuple[nn.Module, Step]:
@@ -428,7 +428,7 @@ def test_a_few_of_many_blocks_give_the_estimate_of_all(stage: int, lengths_run: 
     short = Subject("short", "", build, shape.layers, build_short, shape.block_numel)
     workload = Workload(ranks=16, sequence=64)
     one, other = (simulate(what, workload, stage) for what in (whole, short))
-    assert lengths == lengths_run
+    assert lengths == [5, 6, 7]
     assert (one.numel, one.when, len(one.trained)) == (other.numel, other.when, len(other.trained))
     assert one.shards == other.shards
     for name in ("params", "optimizer", "gradients", "activations"):

@@ -9,6 +9,7 @@ import mmap
 import multiprocessing
 import os
 import threading
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,6 +105,9 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
         torch, "ones", lambda *size, device="cpu": (launch if device == "cuda" else ones)(*size, device=device)
     )
     monkeypatch.setattr(page_locked, "_said", set())
+    # Other tests of this process leave streams of their own stand-ins.
+    monkeypatch.setattr(page_locked, "_streams", set())
+    monkeypatch.setattr(page_locked, "_dropped", deque())
     yield runtime
     gc.collect()
 
