@@ -17,11 +17,11 @@ from torch import Tensor
 
 from zeroaccel.logs import logger
 
-WINDOW: Final = 100
-"""Steps whose norms are compared."""
+WINDOW: Final = 20
+"""Steps whose norms are compared: few, since norms fall at the start of a run."""
 
 _LEAST_STEPS: Final = 10
-_DEVIATIONS: Final = 10.0
+_DEVIATIONS: Final = 5.0
 _LEAST_RATIO: Final = 3.0
 
 

@@ -211,7 +211,7 @@ class StepReport:
         throughput: counts tokens and FLOPs, or None.
         spikes: warns about gradient norms that stand out, or None.
         watches_inputs: True if steps are reported, on any rank.
-        at_step: called at the end of each optimizer step with its number, on every rank, or None.
+        at_step: called at the end of each optimizer step, on every rank, or None.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class StepReport:
         self.throughput: Throughput | None = None
         self.spikes: SpikeWatch | None = None
         self.watches_inputs, self.peak_tflops = self._routed_every is not None, peak_tflops
-        self.at_step: Callable[[int], object] | None = None
+        self.at_step: Callable[[], object] | None = None
         self._losses: list[Tensor] = []
         self._steps = 0  # since the last lines
         self._since: tuple[int, float] | None = None  # samples and time at the last lines, or after the first step
@@ -339,7 +339,7 @@ class StepReport:
             if self.throughput is not None:
                 self.throughput.start()
         if self.at_step is not None:
-            self.at_step(engine.global_steps)
+            self.at_step()
         if self.step_listener is not None:
             self.step_listener()
 

@@ -330,10 +330,12 @@ class UntrainedWatch:
 
     def __init__(self, units: Iterable[ParamUnit], collectives: Collectives, unreached: set[int]) -> None:
         self._units, self._collectives, self._unreached = tuple(units), collectives, unreached
+        self._steps = 0  # of this process: a resumed run did not see the earlier ones
 
-    def step(self, step: int) -> None:
-        """Called after each optimizer step with its number, from 1; only one of them does anything. (all ranks)"""
-        if step != _WATCHED_STEPS:
+    def step(self) -> None:
+        """Called after each optimizer step; only one of the calls does anything. (all ranks)"""
+        self._steps += 1
+        if self._steps != _WATCHED_STEPS:
             return
         here = {
             slot.fqn: slot.whole_numel * buffer.dtype.itemsize
@@ -354,7 +356,7 @@ class UntrainedWatch:
         count = f"{len(missing)} trainable parameter{'s' if len(missing) > 1 else ''}"
         size = f"{sum(missing.values()) / _MIB:.3g} MiB of weights"
         return (
-            f"step {_WATCHED_STEPS}: {count} never had a gradient on any rank: {names}; {size}, with gradients, "
+            f"{_WATCHED_STEPS} steps: {count} never had a gradient on any rank: {names}; {size}, with gradients, "
             "masters and optimizer states that train nothing. Call requires_grad_(False) on them before prepare() or "
             "initialize(), or use their outputs in the loss"
         )

@@ -62,7 +62,7 @@ def test_parameters_that_no_rank_trains_are_named_once(ranks: Ranks) -> None:
     (first, _), (second, _) = ranks(2).run(_lines, {"steps_per_print": None}, 12)
     assert second == []
     (text,) = [line for line in first if "never had a gradient" in line]
-    assert "step 10: 2 trainable parameters" in text
+    assert "10 steps: 2 trainable parameters" in text
     assert "never.weight, never.bias" in text
     assert "sometimes" not in text
     assert "frozen" not in text
