@@ -156,6 +156,33 @@ def _rows_on_any_device(original: Any) -> Any:
     return collect
 
 
+def _with_token_counts(original: Any) -> Any:
+    """Returns a `get_batch_samples` whose micro-batches weigh as many tokens as they have, if ranks share sequences."""
+
+    @functools.wraps(original)
+    def get(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        batches, items = original(trainer, *args, **kwargs)
+        mesh = getattr(trainer.accelerator, "parallelism_config", None)
+        if batches and mesh is not None and mesh.sp_enabled:
+            import_module("zeroaccel.compat.ulysses_sp").weigh_tokens(trainer, batches)
+        return batches, items
+
+    return get
+
+
+def _with_all_ranks(original: Any) -> Any:
+    """Returns a check of a mesh that first fills it up: with `sp_size` alone, the other ranks train other samples."""
+
+    @functools.wraps(original)
+    def validate(mesh: Any, accelerator: Any) -> None:
+        rest, left = divmod(accelerator.num_processes, mesh.total_size)
+        if mesh.sp_size > 1 and not left and mesh.data_parallel_size == 1:
+            mesh._set_size("dp_shard", rest)
+        original(mesh, accelerator)
+
+    return validate
+
+
 def _left_to_the_engine(original: Any) -> Any:
     """Returns a check that refuses no layers: the engine's sequence parallelism knows them, or refuses them by name."""
     return functools.wraps(original)(lambda model: None)
@@ -175,12 +202,16 @@ def _by_ranges(original: Any) -> Any:
 
 _PATCHED: Mapping[str, Sequence[tuple[str, str, Callable[[Any], Any]]]] = {
     "accelerate.accelerator": [("", "_refuse_recurrent_layers_under_sequence_parallelism", _left_to_the_engine)],
+    "accelerate.parallelism_config": [("ParallelismConfig", "_validate_accelerator", _with_all_ranks)],
     "accelerate.utils.deepspeed": [("HfDeepSpeedConfig", "__init__", _with_places)],
     "transformers.modeling_utils": [
         ("PreTrainedModel", "from_pretrained", _sharded_while_loading),
         ("PreTrainedModel", "_load_pretrained_model", _by_ranges),
     ],
-    "transformers.trainer": [("Trainer", "train", _saving_states)],
+    "transformers.trainer": [
+        ("Trainer", "train", _saving_states),
+        ("Trainer", "get_batch_samples", _with_token_counts),
+    ],
     "peft.tuners.trainable_tokens.layer": [("TrainableTokensLayer", "_collect_token_weights", _rows_on_any_device)],
 }
 """Module -> (class, method, function that returns its replacement), for each patch; "" for the module's functions."""
