@@ -173,6 +173,17 @@ def _by_ranges(original: Any) -> Any:
     return staticmethod(load)
 
 
+def _dequantizing(original: Any) -> Any:
+    """Returns a quantizer's constructor, which prepares weights that stay codes in the model's own layers."""
+
+    @functools.wraps(original)
+    def init(quantizer: Any, *args: Any, **kwargs: Any) -> None:
+        original(quantizer, *args, **kwargs)
+        import_module("zeroaccel.compat.transformers_loading").dequantize(quantizer)
+
+    return init
+
+
 _PATCHED: Mapping[str, Sequence[tuple[str, str, Callable[[Any], Any]]]] = {
     "accelerate.accelerator": [("", "_refuse_recurrent_layers_under_sequence_parallelism", _left_to_the_engine)],
     "accelerate.utils.deepspeed": [("HfDeepSpeedConfig", "__init__", _with_places)],
@@ -180,6 +191,7 @@ _PATCHED: Mapping[str, Sequence[tuple[str, str, Callable[[Any], Any]]]] = {
         ("PreTrainedModel", "from_pretrained", _sharded_while_loading),
         ("PreTrainedModel", "_load_pretrained_model", _by_ranges),
     ],
+    "transformers.quantizers.base": [("HfQuantizer", "__init__", _dequantizing)],
     "transformers.trainer": [("Trainer", "train", _saving_states)],
     "peft.tuners.trainable_tokens.layer": [("TrainableTokensLayer", "_collect_token_weights", _rows_on_any_device)],
 }
