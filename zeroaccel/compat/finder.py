@@ -200,6 +200,17 @@ def _by_ranges(original: Any) -> Any:
     return staticmethod(load)
 
 
+def _dequantizing(original: Any) -> Any:
+    """Returns a quantizer's constructor, which prepares weights that stay codes in the model's own layers."""
+
+    @functools.wraps(original)
+    def init(quantizer: Any, *args: Any, **kwargs: Any) -> None:
+        original(quantizer, *args, **kwargs)
+        import_module("zeroaccel.compat.transformers_loading").dequantize(quantizer)
+
+    return init
+
+
 _PATCHED: Mapping[str, Sequence[tuple[str, str, Callable[[Any], Any]]]] = {
     "accelerate.accelerator": [("", "_refuse_recurrent_layers_under_sequence_parallelism", _left_to_the_engine)],
     "accelerate.parallelism_config": [("ParallelismConfig", "_validate_accelerator", _with_all_ranks)],
@@ -208,6 +219,7 @@ _PATCHED: Mapping[str, Sequence[tuple[str, str, Callable[[Any], Any]]]] = {
         ("PreTrainedModel", "from_pretrained", _sharded_while_loading),
         ("PreTrainedModel", "_load_pretrained_model", _by_ranges),
     ],
+    "transformers.quantizers.base": [("HfQuantizer", "__init__", _dequantizing)],
     "transformers.trainer": [
         ("Trainer", "train", _saving_states),
         ("Trainer", "get_batch_samples", _with_token_counts),

@@ -63,7 +63,7 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "checkpoint": 6072,
     "cli": 7216,
     "comm": 3883,
-    "compat": 3762,
+    "compat": 3802,
     "config": 4556,
     "data": 891,
     "estimate": 2070,
@@ -75,7 +75,7 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "setup": 1472,
     "telemetry": 1472,
     "utils": 60,
-    "zero": 9059,
+    "zero": 9229,
 }
 LOOSE_LINES = 100
 MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 7
@@ -152,6 +152,7 @@ ENGINE_LAYERS: tuple[tuple[str, ...], ...] = (
         "quantized_weights",
         "wrap_policy",
         "access.safetensors_file",
+        "access.coded_weights",
         "access.lazy_tensors",
     ),
     ("changed_bits",),
