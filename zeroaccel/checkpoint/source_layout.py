@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from torch import Tensor
 from zeroaccel.checkpoint.zero_to_fp32 import ConversionError, Source, Weight
 from zeroaccel.config.bounds import parse_plain_json, read_at_most
 from zeroaccel.errors import UsageError, listed
+from zeroaccel.logs import logger
 from zeroaccel.zero.access.lazy_tensors import LazyTensor, Stored, read_into
 from zeroaccel.zero.access.load_safetensors import SafetensorsFolder
 from zeroaccel.zero.access.safetensors_file import ITEMSIZE, TensorLocation, dtype_name
@@ -38,7 +39,45 @@ def reverted(model: Any, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if library is None or base is None or not isinstance(model, base):
         return dict(values)
     result: dict[str, Tensor] = library.revert_weight_conversion(model, dict(values))
-    return result
+    # In the order of the model, not of the new names: a writer then gathers each unit of an engine once.
+    places = {id(value.node): place for place, value in enumerate(values.values()) if isinstance(value, LazyTensor)}
+
+    def place(item: tuple[str, Tensor]) -> int:
+        nodes = item[1].nodes() if isinstance(item[1], LazyTensor) else ()
+        return min((places[id(node)] for node in nodes if id(node) in places), default=-1)
+
+    return dict(sorted(result.items(), key=place))
+
+
+def renamed(model: Any, name: str) -> str:
+    """Returns the name in files of a tensor that no conversion merges or splits, such as a tied weight."""
+    names = list(reverted(model, {name: torch.empty(0, device="meta")}))
+    return names[0] if len(names) == 1 else name
+
+
+def compare_with_source(model: Any, names: Collection[str], folder: Path) -> None:
+    """Logs which names of a save are not in the local files that a transformers model comes from.
+
+    A model of another class than the source's, and codes and scales of the source, are no reason for a line.
+    """
+    source = Path(getattr(getattr(model, "config", None), "_name_or_path", None) or folder)
+    if not (source / "config.json").is_file() or source.resolve() == folder.resolve():
+        return
+    try:
+        files = _Files.of(source)
+    except ConversionError:
+        return  # the source is gone, or has files of another format
+    if type(model).__name__ not in (files.config.get("architectures") or ()) or "quantization_config" in files.config:
+        return
+    tied = {alias for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items() for alias in pair}
+    if more := sorted(set(names) - files.shapes.keys() - tied):
+        logger.warning(
+            "%s: %d names are not in the source %s, and servers that read its names will not find them: %s",
+            folder,
+            len(more),
+            source,
+            listed(more),
+        )
 
 
 def as_in_files(source: Source, path: Path, *, allow_differences: bool = False) -> Source:
@@ -56,7 +95,7 @@ def as_in_files(source: Source, path: Path, *, allow_differences: bool = False) 
     parts = [_Contiguous(source, weight) for weight in source.weights]
     values = {part.weight.name: part.tensor() for part in parts}
     named = {**values, **{alias: values[name] for alias, name in source.ties.items()}}
-    pairs = [(_renamed(model, alias), _renamed(model, name)) for alias, name in source.ties.items()]
+    pairs = [(renamed(model, alias), renamed(model, name)) for alias, name in source.ties.items()]
     found = {files.own_name(name, model): value for name, value in reverted(model, named).items()}
     tied = [{files.own_name(name, model) for name in pair} for pair in pairs]
     for names in tied:  # the names that the files have; all files of one model agree on one at least
@@ -80,11 +119,6 @@ def as_in_files(source: Source, path: Path, *, allow_differences: bool = False) 
     made = tuple(map(_Converted, found.values()))
     fingerprint = f"{source.fingerprint} in the layout of {sorted(files.shapes)}"
     return replace(source, fingerprint=fingerprint, weights=tuple(weights), ties={}, files=made)
-
-
-def _renamed(model: Any, name: str) -> str:
-    (renamed,) = reverted(model, {name: torch.empty(0, device="meta")})
-    return renamed
 
 
 class _Contiguous:
