@@ -201,7 +201,7 @@ class _WholeCall:
     def results(self) -> list[Tensor]:
         if self.values is None:
             _note_whole(self.call, self.arguments)
-            args, kwargs = tree_map(_materialized, self.arguments)
+            args, kwargs = tree_map(materialized, self.arguments)
             self.values = [each for each in tree_leaves(self.call(*args, **kwargs)) if isinstance(each, Tensor)]
         return self.values
 
@@ -238,7 +238,7 @@ class LazyTensor(Tensor):
         if recorded is not None:
             return recorded
         _note_whole(func, arguments)
-        args, kwargs = tree_map(_materialized, arguments)
+        args, kwargs = tree_map(materialized, arguments)
         return func(*args, **kwargs)
 
     def fill(self, box: Box, out: Tensor) -> None:
@@ -306,7 +306,8 @@ def release(tensor: Tensor) -> None:
             node.source.values = None
 
 
-def _materialized(value: Any) -> Any:
+def materialized(value: Any) -> Any:
+    """Returns the values of a lazy tensor in memory, and anything else unchanged."""
     if not isinstance(value, LazyTensor):
         return value
     whole = torch.empty(value.shape, dtype=value.dtype)
