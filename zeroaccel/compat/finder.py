@@ -211,9 +211,23 @@ def _dequantizing(original: Any) -> Any:
     return init
 
 
+def _in(module: str, name: str) -> Callable[[Any], Any]:
+    """Returns a patch, and imports it on its first use."""
+    return lambda original: getattr(import_module(f"zeroaccel.compat.{module}"), name)(original)
+
+
 _PATCHED: Mapping[str, Sequence[tuple[str, str, Callable[[Any], Any]]]] = {
     "accelerate.accelerator": [("", "_refuse_recurrent_layers_under_sequence_parallelism", _left_to_the_engine)],
     "accelerate.parallelism_config": [("ParallelismConfig", "_validate_accelerator", _with_all_ranks)],
+    "accelerate.checkpointing": [
+        ("", "save_accelerator_state", _in("loader_positions", "saving")),
+        ("", "load_accelerator_state", _in("loader_positions", "loading")),
+    ],
+    "accelerate.data_loader": [
+        ("DataLoaderShard", "__iter__", _in("loader_positions", "follow")),
+        ("DataLoaderDispatcher", "__iter__", _in("loader_positions", "follow")),
+        ("", "skip_first_batches", _in("loader_positions", "skipping")),
+    ],
     "accelerate.utils.deepspeed": [("HfDeepSpeedConfig", "__init__", _with_places)],
     "transformers.modeling_utils": [
         ("PreTrainedModel", "from_pretrained", _sharded_while_loading),
