@@ -46,10 +46,10 @@ def contradictions(config: Config, invalid: Collection[KeyPath]) -> _Found:
             yield from find(config)
 
 
-def _overlap(one: KeyPath, other: KeyPath) -> bool:
+def _overlap(path: KeyPath, other: KeyPath) -> bool:
     """Returns True if one path equals the other or is a prefix of it."""
-    shared = min(len(one), len(other))
-    return one[:shared] == other[:shared]
+    shared = min(len(path), len(other))
+    return path[:shared] == other[:shared]
 
 
 def _both_enabled(config: Config) -> bool:

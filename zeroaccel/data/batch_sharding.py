@@ -113,7 +113,7 @@ def _with_last(rounds: Iterator[_Round[T]]) -> Iterator[list[RankBatch[T]]]:
     while (current := following) is not None:
         following = next(rounds, None)
         num_ranks = 0 if following is None else len(following.parts)
-        yield [RankBatch(part, current.real, last=rank >= num_ranks) for rank, part in enumerate(current.parts)]
+        yield [RankBatch(batch, current.real, last=rank >= num_ranks) for rank, batch in enumerate(current.parts)]
 
 
 def _rounds(batches: Iterable[Sequence[T]], rules: ShardingRules) -> Iterator[_Round[T]]:

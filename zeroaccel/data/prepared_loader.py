@@ -459,8 +459,8 @@ def _check(loader: Any) -> None:
     where = "prepare: dataloader"
     if not isinstance(loader, DataLoader):
         raise UsageError(where, expected="a torch.utils.data.DataLoader", got=type(loader).__name__)
-    own = type(loader).__iter__ is not DataLoader.__iter__
-    if own and not type(loader).__module__.startswith("torchdata."):
+    has_iterator = type(loader).__iter__ is not DataLoader.__iter__
+    if has_iterator and not type(loader).__module__.startswith("torchdata."):
         raise UsageError(
             where,
             expected="a loader with torch's __iter__, because prepare() reads its dataset in another order",
