@@ -38,6 +38,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from typing import Any, ClassVar, cast
 
 import torch
@@ -490,13 +491,19 @@ def _users() -> Iterator[UlyssesAttention]:
 
 
 _BALANCING = "load_balancing_loss_func"
+_MIXTRAL = "transformers.models.mixtral.modeling_mixtral"  # whose function TRL calls for every model
 _BALANCING_OF: dict[str, Callable[..., Any]] = {}  # file of a model -> transformers' function there
 
 
 def _replace_balancing(model: nn.Module) -> None:
-    for name in {type(part).__module__ for part in model.modules()}:
-        original = getattr(sys.modules.get(name), _BALANCING, None)
-        if original is None or name in _BALANCING_OF:
+    names = {
+        name for name in {type(part).__module__ for part in model.modules()} if hasattr(sys.modules[name], _BALANCING)
+    }
+    if names:
+        names.add(import_module(_MIXTRAL).__name__)
+    for name in names:
+        original = getattr(sys.modules[name], _BALANCING)
+        if name in _BALANCING_OF:
             continue
 
         def of_whole_sequences(
