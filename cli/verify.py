@@ -108,7 +108,8 @@ def _told(result: dict, *, on_cpu: bool) -> tuple[str, str, bool]:  # type: igno
         return name, f"FAILED: {result['error']}", True
     seconds = f"{result['seconds']:.1f} s"
     if result["same"]:
-        return name, f"works, the same losses as stage 0 ({seconds})", False
+        compared = ", the same losses as stage 0" if name != "stage 0" else "; the others must have its losses"
+        return name, f"works{compared} ({seconds})", False
     rounded = not on_cpu and result["optimizer"] != "none"
     if rounded:
         return name, f"works, but the CPU's optimizer rounds differently ({seconds})", False

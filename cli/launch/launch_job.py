@@ -126,7 +126,7 @@ def _local_rank_option(script: str, arguments: tuple[str, ...], kind: ProgramKin
     path = Path(script)
     if kind == "module":
         place = Path(*script.split("."))
-        path = next((one for one in (place.with_suffix(".py"), place / "__main__.py") if one.is_file()), place)
+        path = next((file for file in (place.with_suffix(".py"), place / "__main__.py") if file.is_file()), place)
     return (local_rank_option(path) or ("--local_rank" if requested else "")) if path.is_file() or requested else ""
 
 

@@ -200,14 +200,40 @@ def _by_ranges(original: Any) -> Any:
     return staticmethod(load)
 
 
+def _dequantizing(original: Any) -> Any:
+    """Returns a quantizer's constructor, which prepares weights that stay codes in the model's own layers."""
+
+    @functools.wraps(original)
+    def init(quantizer: Any, *args: Any, **kwargs: Any) -> None:
+        original(quantizer, *args, **kwargs)
+        import_module("zeroaccel.compat.transformers_loading").dequantize(quantizer)
+
+    return init
+
+
+def _in(module: str, name: str) -> Callable[[Any], Any]:
+    """Returns a patch, and imports it on its first use."""
+    return lambda original: getattr(import_module(f"zeroaccel.compat.{module}"), name)(original)
+
+
 _PATCHED: Mapping[str, Sequence[tuple[str, str, Callable[[Any], Any]]]] = {
     "accelerate.accelerator": [("", "_refuse_recurrent_layers_under_sequence_parallelism", _left_to_the_engine)],
     "accelerate.parallelism_config": [("ParallelismConfig", "_validate_accelerator", _with_all_ranks)],
+    "accelerate.checkpointing": [
+        ("", "save_accelerator_state", _in("loader_positions", "saving")),
+        ("", "load_accelerator_state", _in("loader_positions", "loading")),
+    ],
+    "accelerate.data_loader": [
+        ("DataLoaderShard", "__iter__", _in("loader_positions", "follow")),
+        ("DataLoaderDispatcher", "__iter__", _in("loader_positions", "follow")),
+        ("", "skip_first_batches", _in("loader_positions", "skipping")),
+    ],
     "accelerate.utils.deepspeed": [("HfDeepSpeedConfig", "__init__", _with_places)],
     "transformers.modeling_utils": [
         ("PreTrainedModel", "from_pretrained", _sharded_while_loading),
         ("PreTrainedModel", "_load_pretrained_model", _by_ranges),
     ],
+    "transformers.quantizers.base": [("HfQuantizer", "__init__", _dequantizing)],
     "transformers.trainer": [
         ("Trainer", "train", _saving_states),
         ("Trainer", "get_batch_samples", _with_token_counts),
