@@ -124,8 +124,8 @@ def stream(folder: str, layers: int, rounds: int, block_size: int, json_path: Pa
 @click.option("--rounds", default=5)
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the results here.")
 def beside(folder: str, device: str, layers: int, batch: int, rounds: int, json_path: Path | None) -> None:
-    """Times a step with the update inside it, during backward, and during the next step; in turn."""
-    engines = {during: _engine(folder, layers, 1 << 20, device, during) for during in ("step", "backward", "next_step")}
+    """Times a step with the update inside it, and during the next step; in turn."""
+    engines = {during: _engine(folder, layers, 1 << 20, device, during) for during in ("step", "next_step")}
     rows = torch.ones(batch, 2048, dtype=torch.bfloat16)
     seconds: dict[str, list[tuple[float, float, float]]] = {during: [] for during in engines}
     for turn in range(rounds + 2):

@@ -130,14 +130,6 @@ CASES: Mapping[str, Case] = {
         ),
         4,
     ),
-    "stage 2, update during backward": Case(
-        {
-            **config(2, offload_optimizer={**_CORES, "update_during": "backward"}),
-            "gradient_clipping": 0.0,
-            "bf16": {"enabled": True, "check_grad_overflow": False},
-        },
-        4,
-    ),
     "stage 2, update during the next step": Case(
         config(2, offload_optimizer={**_CORES, "update_during": "next_step"}), 4
     ),

@@ -15,9 +15,9 @@ out (B, S, H/P, D)
 out (B, s, H, D)
 ```
 
-**Heads** are dealt by `dealing.py`, also if P does not divide them or is larger; then ranks share a head and each takes
-some of its queries, with their rows of the mask. Layers other than attention that carry something along the sequence
-are in `sequence_layers.py`.
+**Heads** are dealt by `dealing.py`, also if P does not divide them. If P is larger, ranks share heads, each with some
+of the tokens, and `ring.py` computes attention instead of the model's function. Layers other than attention that carry
+something along the sequence are in `sequence_layers.py`.
 
 **The mask** must be that of whole sequences. Before each forward the ranks gather their padding masks and positions;
 the model gets the padding mask of all S tokens, from which transformers' mask functions take the length of the keys.
@@ -31,11 +31,14 @@ rank computes the loss of whole sequences. The gradient of the logits is the sum
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
 from typing import Any, ClassVar, cast
 
 import torch
@@ -48,7 +51,9 @@ from zeroaccel.comm.topology import Topology, peer_recorder
 from zeroaccel.config.parallel import ParallelConfig
 from zeroaccel.engine import EngineBase
 from zeroaccel.errors import UsageError
+from zeroaccel.parallel.attention_pattern import Band, Pattern, WholeSequences
 from zeroaccel.parallel.dealing import Dealing, Dealt, to_heads, to_tokens
+from zeroaccel.parallel.ring import Ring
 from zeroaccel.parallel.sequence import SequenceGroup
 from zeroaccel.parallel.sequence_layers import SequenceLayers, check_layers, has_layers
 from zeroaccel.setup.axis import Axis
@@ -60,21 +65,6 @@ __all__ = ["SequenceAxis", "UlyssesAttention"]
 
 _EAGER = "eager"
 _CURE = "train it with sp=1, and more ranks of dp_shard"
-
-
-@dataclass(frozen=True)
-class WholeSequences:
-    """Inputs for the masks of one forward, for all S tokens.
-
-    Attributes:
-        padding: (B, S) bool, False for padding; None without a padding mask.
-        packed: (B, S) index of each token's sequence in its row; None if each row is one sequence.
-    """
-
-    length: int
-    device: torch.device
-    padding: Tensor | None
-    packed: Tensor | None
 
 
 class UlyssesAttention:
@@ -260,11 +250,18 @@ class UlyssesAttention:
             changed["allow_is_causal_skip"] = False
         heads = getattr(arguments["config"], "num_attention_heads", None)
         dealing = self._dealing(heads // self._head_parts if isinstance(heads, int) else self.group.size)
-        if dealing.query_parts > 1:
-            rows = self._rows(dealing, length // self.group.size, sequences.device)
-            function = changed.get("mask_function", arguments["mask_function"])
-            changed |= {"mask_function": _of_rows(function, rows), "allow_is_causal_skip": False, "q_length": len(rows)}
-        return make(**{**arguments, **changed})
+        whole = partial(make, **{**arguments, **changed})
+        if dealing.ring_size == 1:
+            return whole()
+        function, packed = arguments["mask_function"], sequences.packed if self.packs else None
+        return Pattern(
+            Band.of(function),
+            dealing.all_pieces(length // self.group.size),
+            function=function,
+            rows=arguments["batch_size"],
+            sequences=replace(sequences, packed=packed),
+            whole=whole,
+        )
 
     def attend(
         self,
@@ -292,52 +289,49 @@ class UlyssesAttention:
         for name in ("s_aux", "sinks"):
             if kwargs.get(name) is not None:
                 kwargs[name] = _of_heads(kwargs[name], query.shape[1], share, module)
-        dealt = [Dealt(query, 2, 1, is_query=True), Dealt(key, 2, 1), Dealt(value, 2, 1)]
+        sinks = getattr(module, "sinks", None)
+        sinks = _of_heads(sinks, dealing.heads, share, module) if isinstance(sinks, Tensor) else None
+        in_ring = dealing.ring_size > 1
+        pattern = self._pattern(module, dealing, run, mask, kwargs) if in_ring else None
+        dealt = [Dealt(query, 2, 1, in_ring=True), *(Dealt(one, 2, 1, in_ring=in_ring) for one in (key, value))]
         query, key, value = to_heads(group, dealing, dealt, "exchange heads")
-        if dealing.query_parts > 1:
-            mask = self._mask_of_rows(module, dealing, query, key, mask, kwargs)
+        if pattern is not None:
+            scale = kwargs.get("scaling")
+            scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
+            ring = Ring(group, dealing, run, pattern, scale, kwargs.get("softcap"))
+            out = ring.attend(query, key, value, kwargs.get("s_aux", kwargs.get("sinks", sinks)))
+            return to_tokens(group, dealing, Dealt(out.transpose(1, 2), 1, 2), run, "exchange outputs"), None
         positions = kwargs.get("position_ids")
         if positions is not None:
             kwargs["position_ids"] = self._positions.get(positions, positions)
-        sinks = getattr(module, "sinks", None)
-        sinks = _of_heads(sinks, dealing.heads, share, module) if isinstance(sinks, Tensor) else None
         part = _Grouped(module, query.shape[1] // key.shape[1], sinks)
-        out, _ = attention(part, query, key, value, mask, **kwargs)
+        out, _ = attention(part, query, key, value, mask.whole() if isinstance(mask, Pattern) else mask, **kwargs)
         return to_tokens(group, dealing, Dealt(out, 1, 2), run, "exchange outputs"), None
 
     def _dealing(self, heads: int) -> Dealing:
-        return Dealing(heads, self.group.size, deals_queries=True)
+        return Dealing(heads, self.group.size, in_rings=True)
 
-    def _rows(self, dealing: Dealing, run: int, device: torch.device) -> Tensor:
-        """Returns the places of this rank's queries in the whole sequence."""
-        group = self.group
-        places = [
-            source * run + token for source in range(group.size) for token in dealing.queries(source, group.rank, run)
-        ]
-        return torch.tensor(places, device=device)
-
-    def _mask_of_rows(
-        self, module: nn.Module, dealing: Dealing, query: Tensor, key: Tensor, mask: Any, kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Returns the rows of the mask for this rank's queries, whose heads other ranks share."""
-        length = key.shape[2]
-        if self.implementation not in (_EAGER, "sdpa"):
+    def _pattern(self, module: nn.Module, dealing: Dealing, run: int, mask: Any, kwargs: Mapping[str, Any]) -> Pattern:
+        """Returns which tokens attend to which, for attention whose heads ranks share."""
+        if isinstance(mask, Pattern):
+            return mask
+        pieces, length = dealing.all_pieces(run), run * self.group.size
+        if mask is None and self.implementation in (_EAGER, "sdpa"):
+            is_causal = kwargs.get("is_causal")
+            is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            return Pattern(Band(after=0) if is_causal and self.implementation != _EAGER else Band(), pieces)
+        if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[-2:] != (length, length):
             raise UsageError(
                 f"sequence parallelism: {type(module).__name__}",
-                expected=f"at least {self.group.size} attention heads, or attention with a mask of queries and keys",
-                got=f"{dealing.heads} heads and {self.implementation}",
+                expected=f"at least {self.group.size} attention heads, or a mask of {length} queries and keys",
+                got=f"{dealing.heads} heads, {self.implementation} and "
+                + (
+                    f"a mask of {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"a mask of {type(mask).__name__}"
+                ),
                 fix='load the model with attn_implementation="sdpa", or use fewer ranks of sp',
             )
-        if isinstance(mask, Tensor):
-            if mask.shape[-2] != length:
-                return mask
-            return mask.index_select(-2, self._rows(dealing, length // self.group.size, mask.device))
-        is_causal = kwargs.get("is_causal")
-        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        if self.implementation == _EAGER or not is_causal:
-            return mask
-        rows = self._rows(dealing, length // self.group.size, query.device)
-        return (torch.arange(length, device=query.device) <= rows[:, None])[None, None]
+        share = dealing.share(self.group.rank)
+        return Pattern(None, pieces, values=mask if mask.shape[1] == 1 else mask[:, share.start : share.stop])
 
     def whole_logits(self, layers: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Gathers router logits, (B s, E) of each layer -> (B S, E), differentiable. (all ranks of the group)"""
@@ -380,15 +374,6 @@ def _of_heads(values: Tensor, heads: int, share: range, module: nn.Module) -> Te
             fix=_CURE,
         )
     return values[share.start : share.stop]
-
-
-def _of_rows(mask_function: Callable[..., Any], rows: Tensor) -> Callable[..., Any]:
-    """Returns a mask function of transformers for some queries, by their places in the whole sequence."""
-
-    def of_rows(batch: Any, head: Any, query: Any, key: Any) -> Any:
-        return mask_function(batch, head, rows[query], key)
-
-    return of_rows
 
 
 def _within_sequences(mask_function: Callable[..., Any], packed: Tensor) -> Callable[..., Any]:
@@ -473,13 +458,19 @@ def _users() -> Iterator[UlyssesAttention]:
 
 
 _BALANCING = "load_balancing_loss_func"
+_MIXTRAL = "transformers.models.mixtral.modeling_mixtral"  # whose function TRL calls for every model
 _BALANCING_OF: dict[str, Callable[..., Any]] = {}  # file of a model -> transformers' function there
 
 
 def _replace_balancing(model: nn.Module) -> None:
-    for name in {type(part).__module__ for part in model.modules()}:
-        original = getattr(sys.modules.get(name), _BALANCING, None)
-        if original is None or name in _BALANCING_OF:
+    names = {
+        name for name in {type(part).__module__ for part in model.modules()} if hasattr(sys.modules[name], _BALANCING)
+    }
+    if names:
+        names.add(import_module(_MIXTRAL).__name__)
+    for name in names:
+        original = getattr(sys.modules[name], _BALANCING)
+        if name in _BALANCING_OF:
             continue
 
         def of_whole_sequences(

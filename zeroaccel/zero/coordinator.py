@@ -86,8 +86,6 @@ class ParamCoordinator:
     Attributes:
         in_backward: True between `begin_backward` and `end_backward`.
         on_demand: unshards units while ranks run different numbers of forwards; None while they run the same.
-        agrees_at_end: whether the ranks agree on reads from files at the end of a backward; False if an update uses its
-            gradients earlier.
     """
 
     def __init__(
@@ -126,7 +124,6 @@ class ParamCoordinator:
         self.on_demand: OnDemandUnshard | None = None
 
         # -- reads from files
-        self.agrees_at_end = True
         self._ranks = collectives.everyone
         self._outcome = FetchOutcome()
         self._swapping_in: list[str] = []  # units with shards being read from a tier; the next need gathers them
@@ -266,7 +263,7 @@ class ParamCoordinator:
 
     def begin_backward(self) -> None:
         """Handles the start of a backward; several may go through one graph."""
-        self.in_backward = self.agrees_at_end = True
+        self.in_backward = True
         self._num_backwards += 1
         self._reached.clear()
 
@@ -478,7 +475,7 @@ class ParamCoordinator:
         else:  # a pass begins
             self.drop_recent()
         # The results of a pass leave the engine only at its end, so one agreement there is enough.
-        defers = not exact and (self.agrees_at_end if self.in_backward else self._in_root)
+        defers = not exact and (self.in_backward or self._in_root)
         unit.unshard(exact=exact, outcome=self._outcome if defers else None)
         self._live[unit.name] = unit.numel
 

@@ -255,7 +255,7 @@ class EngineCore(ModelWrapper):
                 raise
             raise mistake from error
 
-    def _begin_step(self, *, boundary: bool) -> WeightUpdate:
+    def _begin_step(self) -> WeightUpdate:
         """Checks that a step may be taken now, and counts it; returns the update of the weights."""
         weights = self._require_weight_update("step")
         self._check_usable()
@@ -268,8 +268,6 @@ class EngineCore(ModelWrapper):
             )
         if not self._step.syncs:
             raise EngineStateError("engine.step()", expected="a call outside engine.no_sync()")
-        if not boundary:
-            weights.require_own_step("engine.step() between boundaries")
         self.count_micro_step()
         self._step.applied = False
         self._step.num_backwards = 0
@@ -332,7 +330,7 @@ class EngineCore(ModelWrapper):
 
     def scale_gradients(self, factor: float) -> None:
         """Multiplies the gradients for the next `step()` by `factor`; `gradient_clipping` may still clip them."""
-        self._require_gradients("scale_gradients", own=factor != 1.0).factor = float(factor)
+        self._require_gradients("scale_gradients").factor = float(factor)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamps every element of the reduced gradients to [-clip_value, clip_value]. (all ranks)
@@ -340,7 +338,7 @@ class EngineCore(ModelWrapper):
         Raises:
             EngineStateError: there are no gradients yet, or the engine has already computed their norm.
         """
-        if self._require_gradients("clip_grad_value_", own=True).check is not None:
+        if self._require_gradients("clip_grad_value_").check is not None:
             raise EngineStateError("engine.clip_grad_value_()", expected="a call before the norm of the gradients")
         self._finish_reductions()
         self.grad_reducer.changed()
@@ -371,10 +369,6 @@ class EngineCore(ModelWrapper):
     def _refuse_step(self) -> None:
         self._drop_gradients()  # a program that catches the error may continue with the next forward
         self._step.num_backwards = 0
-
-    def _compare_settings(self) -> None:
-        """Compares the ranks' settings, for updates that begin before `step()`. (all ranks)"""
-        self._require_boundary("backward").compare(self.global_steps)
 
     # -- events of backward, from the hooks
 
@@ -422,8 +416,6 @@ class EngineCore(ModelWrapper):
             raise EngineStateError(
                 "engine: a backward after the gradients were clipped", fix="clip after the last backward of a step"
             )
-        if collects and self.weight_update is not None:
-            self.weight_update.require_own_step("engine: another backward")
         self._step.in_backward, self._step.is_direct, self._step.collects_gradients = True, direct, collects
         self._note_phase("backward")
         self._coordinator.begin_backward()
@@ -432,10 +424,7 @@ class EngineCore(ModelWrapper):
         # ZeRO-2 and 3 reduce each micro-step and keep a shard; 0 and 1 accumulate unreduced gradients (1/accumulation
         # of the traffic, for N instead of S elements) and reduce in the last backward.
         is_last = self._step.is_last_backward = self._step.syncs and self.is_gradient_accumulation_boundary()
-        weights = self.weight_update
-        early = weights.begin_backward(self._compare_settings) if is_last and weights else None
-        self._coordinator.agrees_at_end = early is None
-        self.grad_reducer.begin(reduce=self.settings.plan.grads or is_last, on_shard_ready=early)
+        self.grad_reducer.begin(reduce=self.settings.plan.grads or is_last)
 
     def _end_backward(self) -> None:
         self._coordinator.pass_rest()
@@ -538,16 +527,14 @@ class EngineCore(ModelWrapper):
         assert self._boundary is not None, "an optimizer without a StepBoundary"
         return self._boundary
 
-    def _require_gradients(self, call: str, *, own: bool = False) -> StepBoundary:
-        """Raises EngineStateError if there are no gradients, or, with `own`, if an update with them has begun."""
-        weights, boundary = self._require_weight_update(call), self._require_boundary(call)
+    def _require_gradients(self, call: str) -> StepBoundary:
+        """Raises EngineStateError if there are no gradients."""
+        boundary = self._require_boundary(call)
         self._check_usable()
         if self._step.num_backwards == 0:
             raise EngineStateError(
                 f"engine.{call}()", expected="a backward before this call", fix="call it between backward and step()"
             )
-        if own:
-            weights.require_own_step(f"engine.{call}()")
         return boundary
 
     # -- life cycle
@@ -567,8 +554,6 @@ class EngineCore(ModelWrapper):
 
     def reset(self) -> None:
         """Reshards all units and drops all gradients after an exception within a step, ready for the next forward."""
-        if self.weight_update is not None:
-            self.weight_update.forget()
         self._hooks.forget()
         self._step.in_backward = self._step.is_direct = False
         self._coordinator.reset()

@@ -85,10 +85,6 @@ class UpdateThread:
         done = self._thread.submit(self._run, gradient.buffer, gradient.shard, weights)
         self._jobs[id(gradient.buffer)] = _Job(weights, done)
 
-    def has(self, buffer: FlatBuffer) -> bool:
-        """Returns True if an update of the buffer is pending."""
-        return id(buffer) in self._jobs
-
     def install(self, buffer: FlatBuffer) -> None:
         """Waits for the update of a buffer and puts the new weights into its shard.
 
@@ -106,31 +102,12 @@ class UpdateThread:
         self._optimizer.hidden_seconds += seconds - waited
         self._optimizer.writer.install(buffer, job.weights)
 
-    def wait(self) -> None:
-        """Waits until the thread is idle; `install` of a buffer raises its failure."""
-        for job in self._jobs.values():
-            job.done.exception()
-        if not self._jobs:
-            self._release()
-
-    def drop(self) -> None:
-        """Waits for pending updates, and drops them."""
-        self.wait()
-        self._jobs.clear()
-        self._release()
-
-    def changed_settings(self) -> str | None:
-        """Describes the first hyperparameter that has changed since the updates began; None if there is none."""
-        now = _hyperparameters(self._optimizer.optimizer.param_groups)
-        for index, (before, after) in enumerate(zip(self._groups, now, strict=True)):
-            for name in before.keys() | after.keys():
-                if before.get(name) != after.get(name):
-                    return f"{name} of param group {index} from {before.get(name)} to {after.get(name)}"
-        return None
-
     def close(self) -> None:
         """Drops pending updates and ends the thread."""
-        self.drop()
+        for job in self._jobs.values():
+            job.done.exception()
+        self._jobs.clear()
+        self._release()
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None

@@ -1,17 +1,14 @@
 """The update at the boundary of a step: masters, then weights, then gathers of persistent units.
 
-`WeightUpdate` decides when masters are updated: all in `step()`; or during the backward before it, as soon as each
-gradient is complete; or during the forward and backward after it, one step late ([Note: one step late]). In each case
-the new weights take effect in a `step()`, buffer by buffer in one order, because the gathers of the ranks need one.
+`WeightUpdate` decides when masters are updated: all in `step()`, or during the forward and backward after it, one step
+late ([Note: one step late]). In each case the new weights take effect in a `step()`, buffer by buffer in one order,
+because the gathers of the ranks need one.
 `update_thread.py` has the thread for updates that run outside `step()`. Neither deals with norms.
 
 [Note: one step late] With `next_step`, `step()` number t first installs the weights from the update of its predecessor,
 then starts the update with its own gradients, and returns. So the gradients of step t belong to the weights after t - 2
 updates rather than t - 1 (the delayed parameter update of Ren et al. 2021, "ZeRO-Offload"). `finish` installs at once,
 as at the end of training and before a save; after it, the delay starts again as in the first step.
-
-[Note: gradients that come twice] A parameter's gradient may arrive in two parts, for instance when two re-entrant
-checkpoints recompute one block. The first step detects such parameters, and therefore updates nothing early.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.config.shard_plan import UpdateTime
 from zeroaccel.errors import EngineStateError, OffloadError
 from zeroaccel.telemetry.timeline import span
-from zeroaccel.zero.grad_reducer import GradientBuffer, GradReducer
+from zeroaccel.zero.grad_reducer import GradReducer
 from zeroaccel.zero.layout import FlatTensor
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer, followers
@@ -72,30 +69,6 @@ class WeightUpdate:
         self._during = during
         self._tiers = tiers
         self._thread = UpdateThread(optimizer, self.advance_masters, collectives.topology.device)
-        self._seen_a_step = False
-
-    @property
-    def is_early(self) -> bool:
-        """True if updates with the gradients of the next `step()` have begun."""
-        return self._during == "backward" and self._thread.pending
-
-    def begin_backward(self, agree: Callable[[], None]) -> Callable[[GradientBuffer], None] | None:
-        """Returns the function to call with each complete gradient of a step's last backward, or None.
-
-        Args:
-            agree: raises if the ranks' optimizers differ; called before updates begin, since the comparison in `step()`
-                would be too late. (all ranks)
-        """
-        if self._during != "backward":
-            return None
-        # The first step only detects gradients that come twice: an update with half a gradient could not be undone.
-        if not self._seen_a_step:
-            self._seen_a_step = True
-            return None
-        agree()
-        order = [gradient.buffer for gradient in self._reducer.gradients if not gradient.comes_twice]
-        self._thread.begin(order, 1.0)
-        return self._thread.add
 
     @property
     def takes_control(self) -> bool:
@@ -113,7 +86,6 @@ class WeightUpdate:
 
         Raises:
             OffloadError: a tier failed; on every rank. Masters and weights are a mixture of old and new.
-            EngineStateError: the settings have changed since an earlier update began.
         """
         optimizer, gradients = self._optimizer, self._reducer.gradients
         if grad_scale is None:
@@ -124,7 +96,7 @@ class WeightUpdate:
             self._start_late(grad_scale)
             optimizer.count_step()
             return
-        own = [each.buffer for each in gradients if not self._thread.has(each.buffer)]
+        own = [each.buffer for each in gradients]
         with self._new_weights(own) as new:
             optimizer.begin_update()
             is_updated = False
@@ -134,10 +106,7 @@ class WeightUpdate:
             for gradient in gradients:
                 buffer = gradient.buffer
                 with new.weights_of(buffer):
-                    if self._thread.has(buffer):
-                        self._thread.install(buffer)
-                    elif new.failure is None and not is_updated:
-                        self._thread.wait()  # one update at a time on the tiers
+                    if new.failure is None and not is_updated:
                         # The kernel that updates masters also writes the rounded copies, with the masters in cache.
                         with optimizer.timed(), optimizer.writer.new_weights(buffer) as out:
                             groups, then = optimizer.optimizer.param_groups, following.get(id(buffer))
@@ -235,29 +204,13 @@ class WeightUpdate:
             optimizer.writer.finish_host_writes()
         optimizer.change_without_pieces(call)
 
-    def require_own_step(self, call: str) -> None:
-        """Raises EngineStateError if `call` would change gradients whose update has begun."""
-        if self.is_early:
-            raise EngineStateError(
-                f'{call}: the update with these gradients has begun ({_KEY} is "backward")',
-                fix='call engine.step() first, or set the key to "step"',
-            )
-
     def require_settled(self, call: str) -> None:
         """Raises EngineStateError while masters are ahead of the weights, when `call` would see a mixture."""
-        self.require_own_step(call)
         if self._thread.pending:
             raise EngineStateError(
                 f'{call}: an update is in progress ({_KEY} is "next_step")',
                 fix="call engine.finish_update() on every rank first",
             )
-
-    def forget(self) -> None:
-        """Drops early updates after a backward that failed."""
-        if self.is_early:
-            # Masters of some buffers are one step ahead of the weights, and no gradients are left to complete the step.
-            self._thread.drop()
-            self.broken = "an update was dropped half way, so the masters are ahead of the weights"
 
     def close(self) -> None:
         """Installs pending weights, unless they are unusable, and ends the update thread. (all ranks)"""
@@ -272,16 +225,6 @@ class WeightUpdate:
         Args:
             buffers: those whose masters the block updates.
         """
-        # A program may change a learning rate between backward and step, after updates have begun with the old one:
-        # complete the step anyway, so that the ranks stay together, and then refuse it on all of them.
-        failure: Exception | None = None
-        is_early = self.is_early
-        changed = self._thread.changed_settings() if is_early else None
-        if changed is not None:
-            failure = EngineStateError(
-                f'engine.step(): {changed} after the update had begun ({_KEY} is "backward")',
-                fix='change it before backward or after step(), or set the key to "step"',
-            )
         new = _NewWeights(self._units if self._gathers else (), buffers, self._optimizer, self._gather_numel)
         yield new
         with new.failures(), self._optimizer.timed():
@@ -289,15 +232,14 @@ class WeightUpdate:
         new.wait()
         # A disk fails on one rank alone, which still joins the gathers, since the others wait there. Only now can all
         # ranks raise; until they know that none failed, the weights may be a mixture.
-        if is_early or self._tiers.can_fail:
+        if self._tiers.can_fail:
             # Set before the ranks agree, so that it remains if that collective itself fails.
             self.broken = "a step failed half way, so the weights are a mixture of old and new"
-            agree_or_raise(self._collectives.everyone, new.failure or failure, "offloaded update")
+            agree_or_raise(self._collectives.everyone, new.failure, "offloaded update")
             self.broken = None
+            self._tiers.settle()
         elif new.failure is not None:
             raise new.failure
-        if self._tiers.can_fail:
-            self._tiers.settle()
 
 
 class _NewWeights:

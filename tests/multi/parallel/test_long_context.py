@@ -203,3 +203,33 @@ def test_families_train_as_in_one_process(ranks: Ranks, family: str, what: str, 
 @pytest.mark.parametrize("family", WORKS)
 def test_all_families_train_as_in_one_process(ranks: Ranks, family: str, what: str, sp: int, stage: int) -> None:
     _compare(ranks, "family", (family,), what, sp, stage, {})
+
+
+def _items(sp: int) -> tuple[list[float], float]:
+    """Returns losses and norm of a step of three micro-batches with different numbers of labels."""
+    parallel = ParallelConfig(sp=sp, dp_shard=1)
+    model: Any = recurrent_model("qwen3_5")
+    batches = [_batch("padded"), _batch("plain"), _batch("padded")]
+    batches[0]["labels"][:, 12:] = -100  # none on the ranks behind the first
+    items = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+    settings = config(1, "fp32", optimizer=SGD, accumulation=3)
+    engine, *_ = zeroaccel.initialize(model, config=settings, parallel=parallel)
+    engine.train()
+    group, losses = engine.sequence_group, []
+    for batch in SequenceLoader(batches, group, same_batches=True):
+        labels = batch["shift_labels"]
+        loss = engine(**batch, labels=labels, num_items_in_batch=items).loss
+        loss = group.mean_loss(loss, labels, num_items_in_batch=items)
+        engine.backward(loss, scale_wrt_gas=False)
+        engine.step()
+        losses.append(loss.item())
+    norm = engine.get_global_grad_norm()
+    engine.destroy()
+    return losses, float(norm)
+
+
+def test_a_step_is_the_mean_over_its_tokens(ranks: Ranks) -> None:
+    ((losses, norm),) = ranks(1).run(_items, 1)
+    for own_losses, own_norm in ranks(4).run(_items, 4):
+        assert own_losses == pytest.approx(losses, rel=1e-6)
+        assert own_norm == pytest.approx(norm, rel=1e-6)

@@ -429,7 +429,7 @@ def mistaken(what: str) -> str:
     accumulation = {"few": 1, "rounds": 5}.get(what, 2)
     settings = config(3 if what == "sharded" else 1, "fp32", accumulation, optimizer=SGD, **keys)
     if what == "early":
-        settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "update_during": "backward"}
+        settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "update_during": "next_step"}
     engine: Any = None
     try:
         arguments: dict[str, Any] = {}
