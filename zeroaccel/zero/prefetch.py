@@ -139,7 +139,7 @@ class PrefetchTrace:
             return False
         keeps = self._is_needed_soon(position) and (
             sum(live.values()) <= self._limits.max_live_parameters
-            or (self._limits.next_always and self._is_next(name, position, live))
+            or (self._limits.next_always and self._is_next(name, live))
         )
         self.actions.append(f"{'KEEP' if keeps else 'RESHARD'} {name}")
         return keeps
@@ -185,10 +185,10 @@ class PrefetchTrace:
         distance = self._trace.next_use[position]
         return distance is not None and distance <= self._limits.max_reuse_distance
 
-    def _is_next(self, name: str, position: int, live: Mapping[str, int]) -> bool:
+    def _is_next(self, name: str, live: Mapping[str, int]) -> bool:
         """Returns True if nothing is gathered before the unit's next use, so keeping it does not raise the peak."""
-        order = self._trace.order
-        return all(unit in live for unit in order[position + 1 : order.index(name, position + 1)])
+        order, following = self._trace.order, self._position + 1
+        return all(unit in live for unit in order[following : order.index(name, following)])
 
     def _ahead(self, live: Mapping[str, int]) -> list[str]:
         """Returns the next units in recorded order, up to both limits."""
