@@ -63,7 +63,7 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "checkpoint": 6072,
     "cli": 7194,
     "comm": 3883,
-    "compat": 3705,
+    "compat": 3708,
     "config": 4556,
     "data": 891,
     "estimate": 2070,
@@ -75,7 +75,7 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "setup": 1472,
     "telemetry": 1472,
     "utils": 60,
-    "zero": 9059,
+    "zero": 9117,
 }
 LOOSE_LINES = 100
 MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 7
