@@ -47,7 +47,7 @@ def _update_time(value: object) -> object:
 Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_stage)]
 Device = Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(lowered)]
 UpdateDuring = Annotated[Literal["auto", "step", "forward", "next_step"], BeforeValidator(_update_time)]
-FrozenFormat = Annotated[Literal["int8", "nf4", "mxfp4"], BeforeValidator(lowered)]
+FrozenFormat = Annotated[Literal["int8", "nf4", "mxfp4", "codes"], BeforeValidator(lowered)]
 Interval = Annotated[
     int | Literal["auto"],
     checked(
@@ -250,7 +250,7 @@ class ZeroOptimization(ConfigSection):
     zero_quantized_nontrainable_weights: Flag = False
     """Store frozen parameters as 8-bit integers (stage 3)."""
     frozen_weights: FrozenFormat | None = None
-    """Quantize frozen weight matrices: "int8", "nf4" or "mxfp4" (stages 0 to 3)."""
+    """Quantize frozen weight matrices: "int8", "nf4" or "mxfp4"; "codes" keeps a checkpoint's (stages 0 to 3)."""
     zero_quantized_gradients: Flag = False
     """Reduce the gradients as 4-bit integers (stage 3)."""
     zeropp_loco_param: FreeSection = None
