@@ -144,7 +144,7 @@ class PipelineAxis(Axis):
                 got=3,
                 fix='use PipelineConfig(schedule="interleaved_1f1b") or "1f1b"',
             )
-        if settings.update_during != "step":
+        if settings.update_during not in ("auto", "step"):
             raise ConfigError(
                 config.where("zero_optimization.offload_optimizer.update_during"),
                 expected='"step" with a pipeline, since the gradient norm needs all stages',

@@ -481,6 +481,8 @@ class ParamCoordinator:
             if name in self._live:
                 self._unshard(self._units[name])
         for name in ahead:
+            if self._units[name].install is not None:
+                continue  # its update comes first: waiting for it here would delay the unit that is needed now
             if self._units[name].is_swapped:
                 self._units[name].prefetch()
                 self._live[name] = self._units[name].numel
