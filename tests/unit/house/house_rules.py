@@ -60,7 +60,7 @@ ENVIRONMENT_READERS = {
 MAX_CODE_LINES: Mapping[str, int] = {
     "": 1228,
     "accelerate": 4300,
-    "checkpoint": 6305,
+    "checkpoint": 6641,
     "cli": 7194,
     "comm": 3883,
     "compat": 3705,
