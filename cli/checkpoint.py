@@ -303,7 +303,7 @@ def checkpoint_page(manifest: Manifest, folder: Path) -> str:
     drawn = [key for fqn in manifest.order if (key := manifest.weight_key(fqn)) is not None][:_MOST_BARS]
     ranks = sorted({file["rank"] for file in facts["files"]})
     files = Table(
-        "Files", ["file", "rank", "bytes"], [[one["name"], one["rank"], one["bytes"]] for one in facts["files"]]
+        "Files", ["file", "rank", "bytes"], [[entry["name"], entry["rank"], entry["bytes"]] for entry in facts["files"]]
     )
     rows = [
         [
@@ -375,11 +375,14 @@ def _bars(facts: dict[str, Any], drawn: list[str]) -> str:
         name = key.partition("/")[2]
         shown = name if len(name) <= 46 else f"...{name[-43:]}"
         parts.append(f'<text x="{_LEFT - 10}" y="{y + 11}" class="end">{escaped(shown)}</text>')
-        numel = max([one["stop"] for one in tensor["intervals"]], default=1)
-        for one in tensor["intervals"]:
-            width = (one["stop"] - one["start"]) / numel * _WIDTH
-            at, said = _LEFT + one["start"] / numel * _WIDTH, f"rank {one['rank']}: {one['start']} to {one['stop']}"
-            parts.append(bar(at, y, width, _BAR, _colour(one["rank"]), said))
+        numel = max([interval["stop"] for interval in tensor["intervals"]], default=1)
+        for interval in tensor["intervals"]:
+            width = (interval["stop"] - interval["start"]) / numel * _WIDTH
+            at, said = (
+                _LEFT + interval["start"] / numel * _WIDTH,
+                f"rank {interval['rank']}: {interval['start']} to {interval['stop']}",
+            )
+            parts.append(bar(at, y, width, _BAR, _colour(interval["rank"]), said))
     label = "Intervals of each parameter by rank; the table below has the numbers"
     return figure("".join(parts), _LEFT + _WIDTH + 10, 8 + len(drawn) * (_BAR + _GAP), label)
 

@@ -138,8 +138,8 @@ def devices() -> tuple[Device, ...]:
     each = (torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count()))
     by_rocm = torch.version.hip is not None
     return tuple(
-        Device(one.name, int(one.total_memory), by_rocm or one.major >= _FIRST_WITH_BF16, _pci_address(one))
-        for one in each
+        Device(device.name, int(device.total_memory), by_rocm or device.major >= _FIRST_WITH_BF16, _pci_address(device))
+        for device in each
     )
 
 
@@ -161,7 +161,7 @@ def memory_nbytes(cgroup: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
 def local_disks() -> Iterator[Disk]:
     """Yields writable folders on local disks: mount points, the home folder and the folder for temporary files."""
     seen: set[int] = set()
-    mounts = [part.mountpoint for part in psutil.disk_partitions() if part.fstype in _LOCAL]
+    mounts = [partition.mountpoint for partition in psutil.disk_partitions() if partition.fstype in _LOCAL]
     for folder in [*mounts, os.path.expanduser("~"), tempfile.gettempdir()]:
         if folder == "/" or folder.startswith(_OF_THE_SYSTEM) or folder_trouble(folder):
             continue
@@ -226,7 +226,7 @@ def allocator_variable() -> str:
     torch = version("torch")
     if "rocm" in torch:
         return ""
-    numbers = [int(part) for part in torch.split(".")[:2] if part.isdigit()]
+    numbers = [int(number) for number in torch.split(".")[:2] if number.isdigit()]
     return "PYTORCH_CUDA_ALLOC_CONF" if numbers < [2, 10] else "PYTORCH_ALLOC_CONF"
 
 
@@ -336,5 +336,5 @@ def own_address_towards(host: str) -> str:
     family, kind, protocol, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)  # sends nothing; the kernel only chooses a route
-        own: str = probe.getsockname()[0]
-        return own
+        found: str = probe.getsockname()[0]
+        return found

@@ -334,7 +334,7 @@ def _units(trace: StepTraceFile) -> str:
     for rank in range(len(trace.ranks)):
         for step in range(trace.num_steps):
             main = [span for span in trace.in_step(rank, step) if span.lane == "main" and span.kind != "phase"]
-            for span in (*(one for one in innermost(main) if one.kind != "wait"), *trace.exposed(rank, step)):
+            for span in (*(inner for inner in innermost(main) if inner.kind != "wait"), *trace.exposed(rank, step)):
                 column = span.detail if span.kind == "compute" else span.kind
                 unit = unit_of(span, trace.facts.units)
                 totals[_ALL_UNITS if unit is None else unit][column] += span.end - span.begin

@@ -75,7 +75,7 @@ def question_flags(command: Callable[..., None]) -> Callable[..., None]:
 
     wrapped: Callable[..., None] = with_typed
     options = [
-        *(click.option(one.flag, one.key, metavar=_metavar(one), help=one.ask.words) for one in QUESTIONS),
+        *(click.option(each.flag, each.key, metavar=_metavar(each), help=each.ask.words) for each in QUESTIONS),
         click.option("--answers", metavar="FILE", help="YAML file of answers; its keys are names of flags."),
         click.option("--set", "sets", metavar="KEY=VALUE", multiple=True, help="Set any key of the file, as in a.b=c."),
         click.option("--config_file", metavar="PATH", help="The file to write. [default: zeroaccel.yaml]"),
@@ -100,7 +100,7 @@ def _gathered(
         texts[key] = text, source
     for word in sets:
         path, text = _path_and_text(word)
-        question = next((one for one in QUESTIONS if path in ((one.key,), one.is_setting and one.row.key)), None)
+        question = next((each for each in QUESTIONS if path in ((each.key,), each.is_setting and each.row.key)), None)
         if question is None:
             extras[path] = _extra(path, text, word)
         else:
@@ -163,8 +163,8 @@ def _extra(path: tuple[str, ...], text: str, word: str) -> Any:
 
     value: Any = parse_yaml(text, f"--set {word}").value
     tree: Any = value
-    for part in reversed(path):
-        tree = {part: tree}
+    for key in reversed(path):
+        tree = {key: tree}
     for problem in NormalizedConfig(LaunchFile, tree).problems:
         raise ConfigError(f"--set {'.'.join(path)}: {problem.text}", fix=problem.fix)
     return value

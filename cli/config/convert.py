@@ -167,8 +167,8 @@ def convert_launch(text: str, name: str) -> tuple[dict[str, Any], list[str]]:
 def _remove(tree: dict[str, Any], path: KeyPath) -> bool:
     """Removes a key. Returns False if the tree does not have it."""
     *above, last = map(str, path)
-    for part in above:
-        tree = tree.get(part, {})
+    for key in above:
+        tree = tree.get(key, {})
     return tree.pop(last, path) is not path  # a path is never a value of a file
 
 
@@ -276,7 +276,7 @@ def _is_launch_json(text: str) -> bool:
 
 def _container_commands(tree: Any) -> Iterator[list[str]]:
     if isinstance(tree, dict):
-        words = [str(word) for part in ("command", "args") for word in tree.get(part) or []]
+        words = [str(word) for key in ("command", "args") for word in tree.get(key) or []]
         if words[:2] == ["zeroaccel", "launch"]:
             yield words[2:]
         for below in tree.values():

@@ -237,11 +237,11 @@ def memory_summary(model: Model, machine: Machine, answers: Mapping[str, Any], j
 
         workload, capacity = _question(model, machine, answers)
         plan = (answers["zero_stage"], *(answers.get(name, "none") for name in PLANNED[1:]))
-        one = estimate(model.name, workload, [plan], on_cpu=capacity.on_cpu)[0]
-    fits, short_of = check_capacity(one, workload, capacity)
+        planned = estimate(model.name, workload, [plan], on_cpu=capacity.on_cpu)[0]
+    fits, short_of = check_capacity(planned, workload, capacity)
     words = {True: "which fits", False: f"which does not fit: {short_of}", None: "but the capacity is unknown"}[fits]
     mesh = f" as {workload.mesh_name}" if not workload.is_plain else ""
-    return f"{model.name} takes {_sizes(one, workload)}{mesh}, {words}"
+    return f"{model.name} takes {_sizes(planned, workload)}{mesh}, {words}"
 
 
 def _positive(text: str) -> str:
@@ -306,23 +306,24 @@ def _mesh_rows(model: Model, workload: Workload, capacity: Capacity) -> list[Mes
 
 def _plan(row: PlanRow, workload: Workload, *, note: str = "") -> PlanAnswers:
     """Converts a row of the tables into answers to the questions in PLANNED and about the mesh."""
-    one = row.estimate
-    answers: dict[str, Any] = dict(zip(PLANNED, (one.stage, one.offload_optimizer, one.offload_param), strict=True))
+    planned = row.estimate
+    chosen = planned.stage, planned.offload_optimizer, planned.offload_param
+    answers: dict[str, Any] = dict(zip(PLANNED, chosen, strict=True))
     if workload.ranks > 1:
         answers["use_parallelism_config"] = not workload.is_plain
     if not workload.is_plain:
         answers |= {size: getattr(workload, size.removesuffix("_size")) for size in MESH_SIZES}
     needs = {
-        "offload_optimizer_nvme_path": one.disk.optimizer * workload.local_ranks,
-        "offload_param_nvme_path": one.disk.params * workload.local_ranks,
+        "offload_optimizer_nvme_path": planned.disk.optimizer * workload.local_ranks,
+        "offload_param_nvme_path": planned.disk.params * workload.local_ranks,
     }
     return PlanAnswers(answers, needs, note)
 
 
-def _sizes(one: Any, workload: Workload) -> str:
+def _sizes(planned: Any, workload: Workload) -> str:
     """Returns the memory that a plan needs per process, on the host and on disk."""
-    parts = [f"{gib(one.device.total)} per process"]
-    for memory, words in ((one.host, "more in memory"), (one.disk, "on disk")):
+    parts = [f"{gib(planned.device.total)} per process"]
+    for memory, words in ((planned.host, "more in memory"), (planned.disk, "on disk")):
         if memory.total:
             parts.append(f"{gib(memory.total * workload.local_ranks)} {words}")
     return ", ".join(parts)
@@ -330,17 +331,19 @@ def _sizes(one: Any, workload: Workload) -> str:
 
 def _mesh_title(row: MeshRow) -> str:
     assert row.plan is not None, "a mesh that is shown has a plan"
-    one = row.plan.estimate
-    name = f"stage {one.stage}" + (" + offload" if {one.offload_optimizer, one.offload_param} != {"none"} else "")
+    planned = row.plan.estimate
+    offloads = {planned.offload_optimizer, planned.offload_param} != {"none"}
+    name = f"stage {planned.stage}{' + offload' if offloads else ''}"
     sent, idle = (row.inside + row.across) / 1e9, f"{row.idle:.0%}" if row.idle else "-"
-    columns = f"{row.workload.mesh_name:<20}{name:<18}{_in_gib(one.device.total):>7}{sent:>11.2f}{idle:>5}"
+    columns = f"{row.workload.mesh_name:<20}{name:<18}{_in_gib(planned.device.total):>7}{sent:>11.2f}{idle:>5}"
     return columns + (_BEST if row.recommended else "")
 
 
 def _plan_title(row: PlanRow, workload: Workload) -> str:
-    one, local = row.estimate, workload.local_ranks
-    sizes = f"{_in_gib(one.device.total):>9}{_in_gib(one.host.total * local):>7}{_in_gib(one.disk.total * local):>7}"
-    return f"{one.name.replace(' on ', ' '):<39}{sizes}" + (_BEST if row.recommended else "")
+    planned, local = row.estimate, workload.local_ranks
+    totals = planned.device.total, planned.host.total * local, planned.disk.total * local
+    sizes = "{:>9}{:>7}{:>7}".format(*map(_in_gib, totals))
+    return f"{planned.name.replace(' on ', ' '):<39}{sizes}" + (_BEST if row.recommended else "")
 
 
 _BEST = "  best"
@@ -374,7 +377,7 @@ def _why(row: PlanRow, workload: Workload, capacity: Capacity) -> str:
 
 def _lack(row: PlanRow, workload: Workload, capacity: Capacity) -> tuple[int, int]:
     """Returns the bytes that a plan needs of the memory that it lacks, and the bytes that exist."""
-    one, local = row.estimate, workload.local_ranks
-    shared = one.host.total + (one.device.total if capacity.on_cpu else 0)
-    needed = {"device": one.device.total, "host": shared * local, "disk": one.disk.total * local}[row.short_of]
+    planned, local = row.estimate, workload.local_ranks
+    shared = planned.host.total + (planned.device.total if capacity.on_cpu else 0)
+    needed = {"device": planned.device.total, "host": shared * local, "disk": planned.disk.total * local}[row.short_of]
     return needed, {"device": capacity.device, "host": capacity.host, "disk": capacity.disk}[row.short_of] or 0

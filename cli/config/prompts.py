@@ -97,10 +97,12 @@ class Prompts:
             heading, footing: lines above and below the options.
         """
         choices: list[Any] = [
-            questionary.Choice(one.title, value=one, disabled=one.impossible or None) for one in options
+            questionary.Choice(option.title, value=option, disabled=option.impossible or None) for option in options
         ]
         possible = (
-            choice for choice, one in zip(choices, options, strict=True) if one.value == proposal and not one.impossible
+            choice
+            for choice, option in zip(choices, options, strict=True)
+            if option.value == proposal and not option.impossible
         )
         start = next(possible, None)
         if heading:
@@ -109,7 +111,7 @@ class Prompts:
         if back:
             choices.append(questionary.Choice("back", value=BACK))
         choices.append(questionary.Choice("quit without writing", value=_QUIT))
-        is_table = any(one.chosen for one in options)
+        is_table = any(option.chosen for option in options)
         question = questionary.select(
             words,
             choices,

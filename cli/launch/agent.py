@@ -553,8 +553,8 @@ def _stack_at(path: Path) -> str:
         lines = path.read_text(errors="replace").strip().splitlines()
     except OSError:
         return ""
-    own = f"{Path(runner.__file__).parent}{os.sep}"
-    return "\n".join(line for line in lines if own not in line)
+    launcher_folder = f"{Path(runner.__file__).parent}{os.sep}"
+    return "\n".join(line for line in lines if launcher_folder not in line)
 
 
 def _did_not_meet(plan: LaunchPlan, error: Exception) -> str:

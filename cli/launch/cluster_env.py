@@ -110,7 +110,7 @@ def _expand(word: str) -> Iterator[str]:
         yield word
         return
     before, after = word[: match.start()], word[match.end() :]
-    for part in match[1].split(","):
-        low, _, high = part.partition("-")
+    for item in match[1].split(","):
+        low, _, high = item.partition("-")
         for number in range(int(low), int(high or low) + 1):
             yield from _expand(f"{before}{number:0{len(low)}d}{after}")

@@ -115,7 +115,7 @@ def serve(control: socket.socket, launcher: int) -> None:
             os._exit(0)
         reader, writer = os.pipe()
         if not (between := os.fork()):
-            own = os.getpid()
+            pid = os.getpid()
             if os.fork():
                 os._exit(0)
             os.setsid()
@@ -123,7 +123,7 @@ def serve(control: socket.socket, launcher: int) -> None:
             control.close()
             os.close(reader)
             os.close(writer)
-            _become(json.loads(data), files, own, launcher)
+            _become(json.loads(data), files, pid, launcher)
             return
         os.close(writer)
         os.waitpid(between, 0)

@@ -110,10 +110,10 @@ def select_hosts(
     # A rank is machine * ranks per machine + local rank, and torch's agent starts equally many on each machine.
     counts = {len(host.slots): host.name for host in selected}
     if len(counts) > 1:
-        (most, one), (least, other) = max(counts.items()), min(counts.items())
+        (most, first), (least, other) = max(counts.items()), min(counts.items())
         raise ConfigError(
-            f"{where('hostfile')}: {one} has {most} processes and {other} {least}, but all machines must have the same "
-            "number",
+            f"{where('hostfile')}: {first} has {most} processes and {other} {least}, but all machines must have "
+            "the same number",
             fix="change slots=, or choose some of them with --inclusion_filter, as in node1:0,1@node2:0,1",
         )
     return selected

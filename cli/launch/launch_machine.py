@@ -65,7 +65,7 @@ def settings_here(
         if typed.num_gpus is not None:
             draft.put_processes(typed.num_gpus * (draft.values.get("num_machines") or 1), "--num_gpus")
         lacking = [f"{what}_nvme_path" for what, path, _ in _on_nvme(explicit, config) if path is None]
-        disk = max(local_disks(), key=lambda one: one.free_nbytes, default=None) if lacking else None
+        disk = max(local_disks(), key=lambda mount: mount.free_nbytes, default=None) if lacking else None
         if disk is not None:
             draft.put(dict.fromkeys(lacking, disk.folder), "the local disk with the most room")
             room = f"{disk.folder} ({disk.file_system}, {gib(disk.free_nbytes)} free)"
@@ -88,7 +88,7 @@ def _drop_other_machines(draft: _Draft) -> None:
 
 def _by_filter(draft: _Draft) -> None:
     """Converts a filter that names this machine into devices, with one process for each."""
-    name = next((one for one in _FILTERS if draft.values.get(one) is not None), None)
+    name = next((filter_name for filter_name in _FILTERS if draft.values.get(filter_name) is not None), None)
     if name is None:
         return
     text, where = str(draft.values[name]), draft.where(name)

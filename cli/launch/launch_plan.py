@@ -222,12 +222,12 @@ def _cores_of_nodes(
 ) -> tuple[str, ...]:
     """Returns per process the cores of its GPU's NUMA node, or nothing unless all are known."""
     ids = [*map(str, range(len(visible)))] if settings.gpu_ids == "all" else settings.gpu_ids.split(",")
-    own = [visible[int(name)] for name in ids[:num_local] if name.isdigit() and int(name) < len(visible)]
+    of_node = [visible[int(name)] for name in ids[:num_local] if name.isdigit() and int(name) < len(visible)]
     # With CUDA_VISIBLE_DEVICES, the numbers of --gpu_ids may name devices that this process does not see.
     is_hidden = settings.gpu_ids != "all" and "CUDA_VISIBLE_DEVICES" in environ
-    if not settings.numa_affinity or settings.use_cpu or is_hidden or len(own) < num_local:
+    if not settings.numa_affinity or settings.use_cpu or is_hidden or len(of_node) < num_local:
         return ()
-    cores = [node_cores(device.pci) for device in own]
+    cores = [node_cores(device.pci) for device in of_node]
     return tuple(",".join(map(str, each)) for each in cores) if all(cores) else ()
 
 
@@ -451,7 +451,7 @@ def _parsed(path: Path) -> ast.Module | None:
 
 
 def _declared(tree: ast.Module) -> str | None:
-    functions = {one.name: one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)}
+    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     for call in ast.walk(tree):
         if not isinstance(call, ast.Call):
             continue
@@ -469,7 +469,7 @@ def _declared(tree: ast.Module) -> str | None:
 
 def _takes_local_rank(function: ast.FunctionDef) -> bool:
     arguments = function.args
-    return any(one.arg == "local_rank" for one in (*arguments.args, *arguments.kwonlyargs))
+    return any(argument.arg == "local_rank" for argument in (*arguments.args, *arguments.kwonlyargs))
 
 
 def _imported(tree: ast.Module, path: Path, folder: Path) -> Iterator[Path]:

@@ -56,7 +56,7 @@ def main() -> int:
     except ZeroAccelError as error:
         send({"error": str(error), "exit_code": error.exit_code})
         return error.exit_code
-    send({"ends": [asdict(one) for one in end.failures], "signal": end.signal})
+    send({"ends": [asdict(failure) for failure in end.failures], "signal": end.signal})
     return 128 + end.signal if end.signal else int(bool(end.failures))
 
 

@@ -199,7 +199,7 @@ class MultiNodeJob:
             with contextlib.suppress(queue.Empty):
                 self._note(*self._events.get(timeout=0.2))
             now = time.monotonic()
-            late = [one.job.host for one in self._sessions if not one.ready and one.code is None]
+            late = [other.job.host for other in self._sessions if not other.ready and other.code is None]
             if late and now > ready_by and self._stop_at is None:
                 self._log(f"{', '.join(late)} did not answer within {_READY_SECONDS:g} s")
                 self._stop_at = now
@@ -232,16 +232,16 @@ class MultiNodeJob:
             for warning in event["warnings"]:
                 self._log(f"{session.job.host}: {warning}")
             self._log(f"{session.job.host}: {event['ready']}")
-            if all(one.ready for one in self._sessions) and self._stop_at is None:
-                for one in self._sessions:
-                    one.write("go")
+            if all(other.ready for other in self._sessions) and self._stop_at is None:
+                for other in self._sessions:
+                    other.write("go")
         elif "stopping" in event:
             session.acknowledged = True
         elif "error" in event:
             session.error = event["error"], event["exit_code"]
         else:
-            ends = ({**one, "report": Report(**one["report"]) if one["report"] else None} for one in event["ends"])
-            session.ends = [RankEnd(**one) for one in ends]
+            ends = ({**end, "report": Report(**end["report"]) if end["report"] else None} for end in event["ends"])
+            session.ends = [RankEnd(**end) for end in ends]
 
     def _note_signal(self, number: int) -> None:
         if self._signal:
@@ -260,7 +260,7 @@ class MultiNodeJob:
         for session in self._sessions:
             if session.code is None:
                 session.write(f"stop {number}")
-                if not all(one.ready for one in self._sessions):
+                if not all(other.ready for other in self._sessions):
                     session.close_stdin()  # it waits for "go" and does not read "stop"
 
     def _conclude(self) -> int:
@@ -285,7 +285,9 @@ class MultiNodeJob:
             if session.error is not None:
                 message, code = session.error
                 # Machines with the same set-up fail with the same message: one line for all of them.
-                hosts = [one.job.host for one in self._sessions if one.error is not None and one.error[0] == message]
+                hosts = [
+                    other.job.host for other in self._sessions if other.error is not None and other.error[0] == message
+                ]
                 self._log(f"{', '.join(hosts)}: {message}")
                 return code
         lost = [session for session in self._sessions if session.code != 0]
@@ -304,7 +306,9 @@ class MultiNodeJob:
     def _report_ranks(self, failed: Sequence[_SshSession]) -> int:
         first = first_failure([end for session in failed for end in session.ends])
         guilty = next(session for session in failed if first in session.ends)
-        others = [one.job.host for one in self._sessions if one is not guilty and one.code != 0 and not one.cut_off]
+        others = [
+            other.job.host for other in self._sessions if other is not guilty and other.code != 0 and not other.cut_off
+        ]
         if others:
             self._log(f"{', '.join(others)}: ended with the job")
         ranks = guilty.job.ranks

@@ -355,26 +355,26 @@ class Collectives:
         """Returns the `obj` of every rank, by rank, on every rank. Pickled; over the control group. Blocks."""
         if self.world_size == 1:
             return [obj]
-        return gather_pickles(obj, lambda own, what: self._gather_rows(own, "gather_objects", f"{label}{what}"))
+        return gather_pickles(obj, lambda row, what: self._gather_rows(row, "gather_objects", f"{label}{what}"))
 
     def barrier(self, label: str) -> None:
         """Returns after every rank has called it. Runs over the control group."""
         if self.world_size > 1:
             self._gather_rows(torch.zeros(1, dtype=torch.uint8), "barrier", label)
 
-    def _gather_rows(self, own: Tensor, op: str, label: str) -> Tensor:
+    def _gather_rows(self, row: Tensor, op: str, label: str) -> Tensor:
         """Returns the (n,) tensors of all ranks as (W, n). Blocks. Over the control group; sends (W-1)*n elements.
 
         A point-to-point transport takes ceil(log2(W)) messages.
         """
-        entry = self._tracker.issue("control", op, label, own)
-        rows = own.new_empty(self.world_size, own.numel())
-        if own.numel() == 0:
+        entry = self._tracker.issue("control", op, label, row)
+        rows = row.new_empty(self.world_size, row.numel())
+        if row.numel() == 0:
             self._finish_empty(entry)
         elif isinstance(self._control, P2PTransport):
-            self._tracker.wait(entry, self._control.gather_rows(rows, own, entry.tag))
+            self._tracker.wait(entry, self._control.gather_rows(rows, row, entry.tag))
         else:
-            pending = self._tracker.start(entry, self._control.all_gather, rows.view(-1), own, ())
+            pending = self._tracker.start(entry, self._control.all_gather, rows.view(-1), row, ())
             self._tracker.wait(entry, pending)
         return rows
 
@@ -383,14 +383,14 @@ class Collectives:
         return DONE
 
 
-def check_split(full: Tensor, part: Tensor, split_sizes: Sequence[int], rank: int, world_size: int, what: str) -> None:
+def check_split(full: Tensor, shard: Tensor, split_sizes: Sequence[int], rank: int, world_size: int, what: str) -> None:
     """Asserts that the ranks' parts make up the full tensor; a violation is a bug in this package."""
     if split_sizes:
-        fits = len(split_sizes) == world_size and split_sizes[rank] == part.numel()
+        fits = len(split_sizes) == world_size and split_sizes[rank] == shard.numel()
         fits = fits and sum(split_sizes) == full.numel()
     else:
-        fits = full.numel() == world_size * part.numel()
-    assert fits, f"{what} of {full.numel()} elements, {part.numel()} on rank {rank} of {world_size}: {split_sizes}"
+        fits = full.numel() == world_size * shard.numel()
+    assert fits, f"{what} of {full.numel()} elements, {shard.numel()} on rank {rank} of {world_size}: {split_sizes}"
 
 
 def _scale_average(average: Tensor, out: Tensor, factor: float) -> None:
@@ -440,8 +440,8 @@ class PartitionedTensors:
         """Returns a copy (S,) of this rank's part of `flat`, (numel,), padded with zeros."""
         length = self.shard_numel(flat.numel())
         out = flat.new_zeros(length)
-        own = flat[self.rank * length : (self.rank + 1) * length]
-        out[: own.numel()].copy_(own)
+        shard = flat[self.rank * length : (self.rank + 1) * length]
+        out[: shard.numel()].copy_(shard)
         return out
 
     def unshard(self, shard: Tensor, numel: int) -> Tensor:

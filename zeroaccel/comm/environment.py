@@ -254,7 +254,7 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     return cores if quota == "max" else max(1, min(cores, math.ceil(int(quota) / int(period))))
 
 
-def fair_threads(usable: int, own: frozenset[int], local: Iterable[frozenset[int]]) -> int:
+def fair_threads(usable: int, allowed: frozenset[int], local: Iterable[frozenset[int]]) -> int:
     """Returns the number of threads for one process; all processes of the job on a machine together use its cores.
 
     Only processes whose core sets overlap with this one's share its cores, so only these are counted.
@@ -264,5 +264,5 @@ def fair_threads(usable: int, own: frozenset[int], local: Iterable[frozenset[int
         own: `core_set` of this process.
         local: core sets of all processes of the job on this machine, including this one.
     """
-    sharing = sum(bool(own & other) for other in local)
+    sharing = sum(bool(allowed & other) for other in local)
     return max(1, usable // max(1, sharing))

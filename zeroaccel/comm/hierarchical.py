@@ -341,10 +341,10 @@ class ReplicatedReduction:
 
         # Hop 2: replica 0 begins the running sum; each next replica adds its parts to the received sum, rank by rank.
         total = self._buffer_pool.acquire(out.numel(), torch.float32)
-        own, last = replicas.rank, replicas.world_size - 1
-        before, after = (own - 1) % (last + 1), (own + 1) % (last + 1)
+        rank, last = replicas.rank, replicas.world_size - 1
+        before, after = (rank - 1) % (last + 1), (rank + 1) % (last + 1)
         rows = list(parts.view(-1, out.numel()))
-        if own:
+        if rank:
             self._tracker.follow(entry, [replicas.receive(total, before, entry.tag)])
         else:
             total.copy_(rows.pop(0))
@@ -352,7 +352,7 @@ class ReplicatedReduction:
             total.add_(row)
 
         # The last replica has the sum. It rounds it once and passes it around, starting with replica 0.
-        if own == last:
+        if rank == last:
             out.copy_(total.mul_(scale))
         else:
             self._tracker.follow(entry, [replicas.send(total, after, entry.tag)])
@@ -365,9 +365,9 @@ class ReplicatedReduction:
     def nbytes(self, numel: int, shard_numel: int, dtype: torch.dtype) -> int:
         replicas = self._replicate_transports["cpu"]
         # All replicas except the last send the running sum in fp32; all except the second last send the result.
-        own, last = replicas.rank, replicas.world_size - 1
-        running = 4 * shard_numel if own != last else 0
-        result = dtype.itemsize * shard_numel if (own + 1) % (last + 1) != last else 0
+        rank, last = replicas.rank, replicas.world_size - 1
+        running = 4 * shard_numel if rank != last else 0
+        result = dtype.itemsize * shard_numel if (rank + 1) % (last + 1) != last else 0
         return (numel - shard_numel) * dtype.itemsize + running + result
 
 
@@ -429,16 +429,16 @@ class Int4Reduction:
             values: (W * R, S), in the order of the row numbers, or in `order`.
             totals: (R, S) float32.
         """
-        own, (runs, numel) = transport.rank, totals.shape
+        rank, (runs, numel) = transport.rank, totals.shape
         width = INT4.nbytes(numel)
         ranks, pool = transport.world_size, self._buffer_pool
         # One message per rank, with the codes of all rows that it sums.
         codes, received = (pool.acquire(ranks * runs * width, torch.uint8, totals.device) for _ in range(2))
-        quantize_rows(values, INT4, codes.view(-1, width), order, skip=(own * runs, (own + 1) * runs))
+        quantize_rows(values, INT4, codes.view(-1, width), order, skip=(rank * runs, (rank + 1) * runs))
         if ranks > 1:
             self._tracker.transfer(entry, transport.all_to_all, received.view(ranks, -1), codes.view(ranks, -1))
         # Summed in rank order, so that the result does not depend on the arrival order of the messages.
-        sum_rows(received.view(ranks, runs, width), INT4, values, own, totals, order)
+        sum_rows(received.view(ranks, runs, width), INT4, values, rank, totals, order)
         pool.release(codes)
         pool.release(received)
 

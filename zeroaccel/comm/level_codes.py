@@ -171,8 +171,8 @@ def decode_rows(codes: Tensor, codec: AnyCodec, out: Tensor) -> None:
         device_kernels.decode_levels(codes, out.detach(), levels, *layout, has_exponents=exponents)
     else:
         into = decode if out.device.type in LOOP_DEVICES else _decode_in_torch
-        for code, part in zip(codes, out.detach(), strict=True):
-            into(code, codec, part)
+        for code, row in zip(codes, out.detach(), strict=True):
+            into(code, codec, row)
 
 
 def _table(codec: LevelCodec) -> np.ndarray[tuple[int], np.dtype[np.float32]]:

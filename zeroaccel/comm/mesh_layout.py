@@ -120,9 +120,9 @@ def data_groups(mesh: DeviceMesh, job: Collectives) -> RankGroups:
     Raises:
         UsageError: on every rank, if the meshes do not put each rank in one group, all of one size.
     """
-    own = tuple(int(rank) for rank in mesh.mesh.flatten().tolist())
+    members = tuple(int(rank) for rank in mesh.mesh.flatten().tolist())
     # A rank knows only its own sub-mesh.
-    per_rank: list[tuple[int, ...]] = job.gather_objects(own, "initialize: mesh")
+    per_rank: list[tuple[int, ...]] = job.gather_objects(members, "initialize: mesh")
     groups = tuple(dict.fromkeys(per_rank))
     ranks = sorted(rank for group in groups for rank in group)
     is_partition = ranks == list(range(job.world_size)) and len({len(group) for group in groups}) == 1

@@ -143,8 +143,8 @@ def compare_with_first(store: Store, node: NodeInfo) -> None:
     Raises:
         ConfigError: they differ.
     """
-    own = json.dumps([node.host, node.ranks, dict(node.facts)])
-    first = NodeInfo(*json.loads(store.compare_set(f"{_PREFIX}/first", "", own)))
+    ours = json.dumps([node.host, node.ranks, dict(node.facts)])
+    first = NodeInfo(*json.loads(store.compare_set(f"{_PREFIX}/first", "", ours)))
     _compare(first, node, "the machine that came first", "this machine")
 
 

@@ -165,8 +165,8 @@ def dequantize(code: Tensor, codec: Codec, out: Tensor) -> None:
     if out.device.type in LOOP_DEVICES and not codec.floating:
         _run("decode", out, scales, codes, codec)
         return
-    for part, values in _dequantized_tiles(out, scales, codes, codec):
-        part.copy_(values)
+    for tile, values in _dequantized_tiles(out, scales, codes, codec):
+        tile.copy_(values)
 
 
 def dequantize_add(code: Tensor, codec: Codec, total: Tensor) -> None:
@@ -180,8 +180,8 @@ def dequantize_add(code: Tensor, codec: Codec, total: Tensor) -> None:
     if total.device.type in LOOP_DEVICES and not codec.floating:
         _run("add", total, scales, codes, codec)
         return
-    for part, values in _dequantized_tiles(total, scales, codes, codec):
-        part.add_(values)
+    for tile, values in _dequantized_tiles(total, scales, codes, codec):
+        tile.add_(values)
 
 
 # --- several codes at once: one launch for all of them on CUDA
@@ -232,12 +232,12 @@ def dequantize_rows(codes: Tensor, codec: Codec, out: Tensor) -> None:
     if device_kernels is not None:
         device_kernels.decode(codes, out.detach(), codec.format)
         return
-    for code, part in zip(codes, out, strict=True):
-        dequantize(code, codec, part)
+    for code, row in zip(codes, out, strict=True):
+        dequantize(code, codec, row)
 
 
 def sum_rows(
-    codes: Tensor, codec: Codec, values: Tensor, own: int, totals: Tensor, order: RowOrder | None = None
+    codes: Tensor, codec: Codec, values: Tensor, own_row: int, totals: Tensor, order: RowOrder | None = None
 ) -> None:
     """``totals[i] = ((0 + c0) + c1) + ...`` in float32: row i of every rank; this rank's row comes from `values`.
 
@@ -252,13 +252,13 @@ def sum_rows(
     device_kernels = kernels_for(totals.device)
     if device_kernels is not None:
         places = None if order is None else order.on(values.device)
-        device_kernels.sum_codes(codes, values.detach(), own, totals, codec.format, places)
+        device_kernels.sum_codes(codes, values.detach(), own_row, totals, codec.format, places)
         return
     for index, total in enumerate(totals):
         total.zero_()
         for rank, received in enumerate(codes):
-            if rank == own:
-                place = own * runs + index
+            if rank == own_row:
+                place = own_row * runs + index
                 total.add_(values[place if order is None else order.rows[place]])
             else:
                 dequantize_add(received[index], codec, total)
@@ -287,10 +287,10 @@ def _run(kind: Literal["encode", "decode", "add"], values: Tensor, scales: Tenso
 
 def _quantize_tile(values: Tensor, codec: Codec, scales: Tensor, codes: Tensor, first: int, last: int) -> None:
     block = codec.block_numel
-    part = values[first * block : last * block].float()
+    tile = values[first * block : last * block].float()
     # The last block may be partial: it is a separate row, so that all other blocks are one 2-D operation.
-    cut = part.numel() // block * block
-    for rows, low in ((part[:cut].view(-1, block), 0), (part[cut:].view(1, -1), cut)):
+    cut = tile.numel() // block * block
+    for rows, low in ((tile[:cut].view(-1, block), 0), (tile[cut:].view(1, -1), cut)):
         if rows.numel() == 0:
             continue
         # Same arithmetic as the kernels: multiply by the reciprocal of the scale, round to nearest even. A block with
@@ -325,8 +325,8 @@ def _dequantized_tiles(out: Tensor, scales: Tensor, codes: Tensor, codec: Codec)
     """Yields (a part of `out`, its float32 values), over all of it."""
     for first in range(0, scales.numel(), _TILE_BLOCKS):
         last = min(first + _TILE_BLOCKS, scales.numel())
-        part = out[first * codec.block_numel : last * codec.block_numel]
-        yield part, _dequantize_tile(part.numel(), codec, scales[first:last], codes, first)
+        tile = out[first * codec.block_numel : last * codec.block_numel]
+        yield tile, _dequantize_tile(tile.numel(), codec, scales[first:last], codes, first)
 
 
 def _dequantize_tile(numel: int, codec: Codec, scales: Tensor, codes: Tensor, first: int) -> Tensor:

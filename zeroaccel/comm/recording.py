@@ -121,9 +121,9 @@ class RecordingCollectives(Collectives):
         try:
             yield
         finally:
-            for own, counted in zip((self._sent, self._messages), before[1:], strict=True):
-                own.clear()
-                own.update(counted)
+            for total, counted in zip((self._sent, self._messages), before[1:], strict=True):
+                total.clear()
+                total.update(counted)
             self.calls[:] = before[0]
 
     def count(self, op: str | None = None, label: str = "") -> int:

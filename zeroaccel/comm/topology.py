@@ -370,8 +370,8 @@ def _build(
     if not (accelerated or simulated) and own_device is None:
         warn_of_another_accelerator()
     if world_size == 1:
-        own = named_device(own_device) if own_device is not None else sole_device() if accelerated else CPU
-        return _sole_rank(default, own, backend, transports)
+        default_device = named_device(own_device) if own_device is not None else sole_device() if accelerated else CPU
+        return _sole_rank(default, default_device, backend, transports)
     backstop = _backstop(limit)
     control = dist.new_group(backend="fake" if simulated else "gloo", timeout=backstop)
     processes = {rank: own_process()} if simulated else _exchange(own_process(), control)
@@ -455,9 +455,9 @@ def connect(topology: Topology, groups: Mapping[str, tuple[dist.ProcessGroup, Se
         for kind in kinds if group.size() > 1 else ():
             if (group, kind) not in topology.connected:
                 topology.connected.add((group, kind))
-                one = torch.ones(1, device=topology.device)
-                entry = tracker.issue("control", kind, f"connect {name}", one)
-                tracker.wait(entry, [_FirstUse(one, partial(issue_first, kind, one, group))])
+                probe = torch.ones(1, device=topology.device)
+                entry = tracker.issue("control", kind, f"connect {name}", probe)
+                tracker.wait(entry, [_FirstUse(probe, partial(issue_first, kind, probe, group))])
 
 
 def connect_peers(
@@ -479,9 +479,9 @@ def connect_peers(
     others = sorted(set(peers) - {topology.rank})
     if not others or not _connects_at_first_use(topology):
         return
-    one = torch.ones(1, device=topology.device)
-    entry = tracker.issue("control", "send and receive", f"connect {name}", one)
-    tracker.wait(entry, [_FirstUse(one, partial(exchange_first, one, group, others, alone=alone))])
+    probe = torch.ones(1, device=topology.device)
+    entry = tracker.issue("control", "send and receive", f"connect {name}", probe)
+    tracker.wait(entry, [_FirstUse(probe, partial(exchange_first, probe, group, others, alone=alone))])
 
 
 def _connects_at_first_use(topology: Topology) -> bool:
@@ -492,8 +492,8 @@ def _connects_at_first_use(topology: Topology) -> bool:
 class _FirstUse:
     """A `PendingTransfer`: the first collective of a kind in a group; the host waits for it."""
 
-    def __init__(self, one: Tensor, begin: Callable[[], object]) -> None:
-        self._one = one
+    def __init__(self, probe: Tensor, begin: Callable[[], object]) -> None:
+        self._one = probe
         self._begin = begin
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -539,8 +539,8 @@ def pair_backends(topology: Topology, peers: Iterable[int]) -> Mapping[int, Send
     # The lowest pair first; otherwise ranks could wait for each other in a cycle.
     for low, high, peer in sorted((min(peer, rank), max(peer, rank), peer) for peer in set(peers)):
         if peer not in topology.pairs:
-            own = PrefixStore(f"pair/{_generation}/{low}/{high}", store)
-            gloo = ProcessGroupGloo(own, int(rank == high), 2, _backstop(topology.limit))
+            pair_store = PrefixStore(f"pair/{_generation}/{low}/{high}", store)
+            gloo = ProcessGroupGloo(pair_store, int(rank == high), 2, _backstop(topology.limit))
             topology.pairs[peer] = cast(SendRecvBackend, gloo)
     return topology.pairs
 
@@ -553,8 +553,8 @@ def peer_recorder(topology: Topology, peers: RankGroups | None) -> FlightRecorde
     """
     if peers is None or len(peers) == 1:
         return None
-    own = next(ranks for ranks in peers if topology.rank in ranks)
-    return topology.recorder(f"stage of ranks {own}", own, alike=True)
+    group = next(ranks for ranks in peers if topology.rank in ranks)
+    return topology.recorder(f"stage of ranks {group}", group, alike=True)
 
 
 _BACKEND = "zeroaccel"  # name under which torch makes the groups of `track`
@@ -639,9 +639,9 @@ def _rendezvous(backend: str, rank: int, world_size: int, limit: float) -> None:
         ) from error
 
 
-def _exchange(own: T, control: dist.ProcessGroup) -> dict[int, T]:
+def _exchange(value: T, control: dist.ProcessGroup) -> dict[int, T]:
     """Returns the objects of all ranks, by rank. (all ranks)"""
-    return dict(enumerate(gather_at_first(own, control)))
+    return dict(enumerate(gather_at_first(value, control)))
 
 
 def _nodes(rank: int, processes: Mapping[int, PeerProcess], control: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:

@@ -183,9 +183,9 @@ class P2PTransport(Transport):
         works = [self._recv([parts[peer]], peer, tag) for peer in sources]
         if shard.numel():
             works += [self._send([shard], peer, tag) for peer in self._targets]
-            own = parts[self.rank]
-            if not begin_together(own, shard):
-                own.copy_(shard)
+            local_piece = parts[self.rank]
+            if not begin_together(local_piece, shard):
+                local_piece.copy_(shard)
         return works
 
     def reduce_scatter(
@@ -221,14 +221,14 @@ class P2PTransport(Transport):
             arriving[self.rank].copy_(leaving[self.rank])
         return works
 
-    def gather_rows(self, rows: Tensor, own: Tensor, tag: int) -> Iterator[PendingTransfer]:
+    def gather_rows(self, rows: Tensor, row: Tensor, tag: int) -> Iterator[PendingTransfer]:
         """rows[r] = own of rank r, in ceil(log2(W)) messages per rank: for small rows.  rows: (W, n), own: (n,).
 
         After Bruck et al., Efficient Algorithms for All-to-All Communications (1997), section 4.
         """
         # Row i is the row of rank (rank + i) % W. As in `broadcast`, a rank forwards rows that it has received.
         ahead = torch.empty_like(rows)
-        ahead[0].copy_(own)
+        ahead[0].copy_(row)
         count = 1
         while count < self.world_size:
             end = min(2 * count, self.world_size)
@@ -291,16 +291,16 @@ def gather_pickles(obj: object, gather: Callable[[Tensor, str], Tensor]) -> list
     padded[: payload.numel()] = payload
     rows = gather(padded, "").numpy()
     parts = (rows[rank, :size].tobytes() for rank, size in enumerate(sizes))
-    return [pickle.loads(part) if part else None for part in parts]
+    return [pickle.loads(pickled) if pickled else None for pickled in parts]
 
 
 def gather_at_first(obj: object, control: dist.ProcessGroup) -> list[Any]:
     """Runs `gather_pickles` over a gloo group that has no other traffic yet."""
     transport = P2PTransport(control)
 
-    def gather(own: Tensor, what: str) -> Tensor:
-        rows = own.new_empty(transport.world_size, own.numel())
-        for work in transport.gather_rows(rows, own, _FIRST_GATHERS_TAG) if own.numel() else ():
+    def gather(row: Tensor, what: str) -> Tensor:
+        rows = row.new_empty(transport.world_size, row.numel())
+        for work in transport.gather_rows(rows, row, _FIRST_GATHERS_TAG) if row.numel() else ():
             work.wait()
         return rows
 
@@ -331,11 +331,11 @@ class NativeTransport(Transport):
         # all_gather_into_tensor takes equal parts only. In an owner layout few ranks have a part at all, so a broadcast
         # from each of them sends no more than an all-gather would.
         works = []
-        for owner, part in self._parts(out, split_sizes):
-            if owner == self.rank and not begin_together(part, shard):
-                part.copy_(shard)
+        for owner, piece in self._parts(out, split_sizes):
+            if owner == self.rank and not begin_together(piece, shard):
+                piece.copy_(shard)
             source = dist.get_global_rank(self._group, owner)
-            works.append(dist.broadcast(part, source, group=self._group, async_op=True))
+            works.append(dist.broadcast(piece, source, group=self._group, async_op=True))
         return works
 
     def scales(self, scale: float) -> bool:
@@ -361,16 +361,16 @@ class NativeTransport(Transport):
         if not split_sizes:
             return (_reduce_scatter(out, flat, op=op, group=self._group, async_op=True),)
         works = []
-        for owner, part in self._parts(flat, split_sizes):
+        for owner, piece in self._parts(flat, split_sizes):
             target = dist.get_global_rank(self._group, owner)
-            own = out.copy_(part) if owner == self.rank else part
-            works.append(dist.reduce(own, target, op=op, group=self._group, async_op=True))
+            received = out.copy_(piece) if owner == self.rank else piece
+            works.append(dist.reduce(received, target, op=op, group=self._group, async_op=True))
         return works
 
     @staticmethod
     def _parts(flat: Tensor, split_sizes: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         """Yields (owner, part) for each nonempty part: one collective per owner of a unit, not per rank."""
-        return ((rank, part) for rank, part in enumerate(flat.split(list(split_sizes))) if part.numel())
+        return ((rank, piece) for rank, piece in enumerate(flat.split(list(split_sizes))) if piece.numel())
 
     def broadcast(self, tensor: Tensor, src: int, tag: int) -> Iterable[PendingTransfer]:
         source = dist.get_global_rank(self._group, src)
@@ -416,39 +416,39 @@ REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
 HOPS = ("all_to_all",)
 
 
-def issue_first(kind: str, one: Tensor, group: dist.ProcessGroup) -> None:
+def issue_first(kind: str, probe: Tensor, group: dist.ProcessGroup) -> None:
     """Runs one collective of a kind, with one element per rank. (all ranks of the group)
 
     Args:
         one: (1,), overwritten.
     """
-    ones = one.new_ones(group.size())
+    ones = probe.new_ones(group.size())
     if kind == "all_gather":
-        _all_gather(ones, one, group=group)
+        _all_gather(ones, probe, group=group)
     elif kind == "reduce_scatter":
-        _reduce_scatter(one, ones, group=group)
+        _reduce_scatter(probe, ones, group=group)
     elif kind == "all_to_all":
         _all_to_all(torch.empty_like(ones), ones, group=group)
     elif kind == "all_reduce":
-        dist.all_reduce(one, group=group)
+        dist.all_reduce(probe, group=group)
     else:
         first = dist.get_global_rank(group, 0)
-        dist.broadcast(one, first, group=group) if kind == "broadcast" else dist.reduce(one, first, group=group)
+        dist.broadcast(probe, first, group=group) if kind == "broadcast" else dist.reduce(probe, first, group=group)
 
 
-def exchange_first(one: Tensor, group: dist.ProcessGroup, peers: Sequence[int], *, alone: bool) -> None:
+def exchange_first(probe: Tensor, group: dist.ProcessGroup, peers: Sequence[int], *, alone: bool) -> None:
     """Exchanges messages between this rank and some others, which call it too.
 
     Args:
         peers: global ranks of the others.
         alone: also send one message outside of a batch for each pair; NCCL makes a separate communicator for these.
     """
-    own = dist.get_rank()
-    for low, high in sorted((min(own, peer), max(own, peer)) for peer in peers if alone):
+    rank = dist.get_rank()
+    for low, high in sorted((min(rank, peer), max(rank, peer)) for peer in peers if alone):
         # All ranks take the pairs in one order, so that no two ranks wait for each other.
-        dist.send(one, high, group) if own == low else dist.recv(torch.empty_like(one), low, group)
-    operations = [dist.P2POp(dist.isend, one, peer, group) for peer in peers]
-    operations += [dist.P2POp(dist.irecv, torch.empty_like(one), peer, group) for peer in peers]
+        dist.send(probe, high, group) if rank == low else dist.recv(torch.empty_like(probe), low, group)
+    operations = [dist.P2POp(dist.isend, probe, peer, group) for peer in peers]
+    operations += [dist.P2POp(dist.irecv, torch.empty_like(probe), peer, group) for peer in peers]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
 

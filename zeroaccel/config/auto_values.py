@@ -481,8 +481,8 @@ def _default(path: KeyPath) -> Any:
     """Returns the schema's default of a key if it is a plain value, else None."""
     section: type[ConfigSection] | None = Config
     default: Any = None
-    for part in path:
-        declared = section.model_fields.get(str(part)) if section is not None else None
+    for key in path:
+        declared = section.model_fields.get(str(key)) if section is not None else None
         if declared is None:
             return None
         default, section = declared.default, nested_section(declared)
@@ -506,10 +506,10 @@ def spelled(path: KeyPath, written: Mapping[KeyPath, KeyPath]) -> KeyPath:
     """Returns the path with every key in the user's spelling, unless that is an older form."""
     section: type[ConfigSection] | None = Config
     spelled: list[str | int] = []
-    for depth, part in enumerate(path, 1):
-        declared = section.model_fields.get(str(part)) if section is not None else None
+    for depth, key in enumerate(path, 1):
+        declared = section.model_fields.get(str(key)) if section is not None else None
         others = {mark.name for mark in spellings(declared) if not mark.deprecated} if declared is not None else set()
-        name = written.get(path[:depth], (part,))[-1]
-        spelled.append(name if name in others else part)
+        name = written.get(path[:depth], (key,))[-1]
+        spelled.append(name if name in others else key)
         section = nested_section(declared) if declared is not None else None
     return tuple(spelled)

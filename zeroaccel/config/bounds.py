@@ -61,9 +61,9 @@ def read_at_most(path: str | os.PathLike[str], most_nbytes: int, *, regular: boo
         if status.st_size > most_nbytes:
             raise OSError(errno.EFBIG, f"{status.st_size} bytes, the maximum is {most_nbytes}", os.fspath(path))
         parts, total = [], 0
-        while part := os.read(handle, min(_CHUNK_NBYTES, most_nbytes + 1 - total)):
-            parts.append(part)
-            total += len(part)
+        while chunk := os.read(handle, min(_CHUNK_NBYTES, most_nbytes + 1 - total)):
+            parts.append(chunk)
+            total += len(chunk)
             if total > most_nbytes:
                 raise OSError(errno.EFBIG, f"more than the maximum of {most_nbytes} bytes", os.fspath(path))
         return b"".join(parts)

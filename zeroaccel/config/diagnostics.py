@@ -24,29 +24,29 @@ _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 def dotted(path: KeyPath) -> str:
     """Formats a path for messages: keys joined by dots, list indices in brackets."""
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    text = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
     return text.removeprefix(".")
 
 
 def at(tree: Any, path: str | KeyPath) -> Any:
     """Returns the value at a path through dictionaries, lists and sections, or None if there is no value."""
-    for part in path.split(".") if isinstance(path, str) else path:
+    for key in path.split(".") if isinstance(path, str) else path:
         if isinstance(tree, Mapping):
-            tree = tree.get(part)
+            tree = tree.get(key)
         elif isinstance(tree, list):
-            tree = tree[part] if isinstance(part, int) and part < len(tree) else None
+            tree = tree[key] if isinstance(key, int) and key < len(tree) else None
         else:
-            tree = getattr(tree, str(part), None)
+            tree = getattr(tree, str(key), None)
     return tree
 
 
 def put(tree: dict[Any, Any], path: Sequence[str | int], value: object) -> bool:
     """Sets the value at a path, creating missing dictionaries; returns False if another value is in the way."""
     section: Any = tree
-    for part in path[:-1]:
-        if section.get(part) is None:
-            section[part] = {}
-        section = section[part]
+    for key in path[:-1]:
+        if section.get(key) is None:
+            section[key] = {}
+        section = section[key]
         if not isinstance(section, dict):
             return False
     section[path[-1]] = value
@@ -233,7 +233,11 @@ def names_meant(call: _Call) -> _Call:
         TypeError: train() got an unexpected keyword argument 'learning_rat'; did you mean 'learning_rate'?
     """
     parameters = inspect.signature(call).parameters.values()
-    names = [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    names = [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    ]
 
     @functools.wraps(call)
     def checked(*args: Any, **kwargs: Any) -> Any:

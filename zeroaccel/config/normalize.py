@@ -192,11 +192,11 @@ class NormalizedConfig:
 
     def _fill(self, path: tuple[str, ...], value: object, written: KeyPath) -> None:
         section, tree = self._root, self.tree
-        for part in path[:-1]:
-            section = nested_section(section.model_fields[part]) or section
-            if tree.get(part) is None:
-                tree[part] = {}
-            tree = tree[part]
+        for key in path[:-1]:
+            section = nested_section(section.model_fields[key]) or section
+            if tree.get(key) is None:
+                tree[key] = {}
+            tree = tree[key]
             if not isinstance(tree, dict):
                 return  # another value in place of the section, which the schema reports
         if isinstance(value, float) and math.isfinite(value) and type(section.model_fields[path[-1]].default) is int:
@@ -210,8 +210,8 @@ class NormalizedConfig:
         """Returns the path of a dotted key in the schema's names, or None if there is no such field."""
         section: type[ConfigSection] | None = self._root
         path: tuple[str, ...] = ()
-        for part in key.split("."):
-            names = _names(section).get(part) if section is not None else None
+        for name in key.split("."):
+            names = _names(section).get(name) if section is not None else None
             if section is None or names is None:
                 return None
             path = (*path, names[0])

@@ -61,7 +61,7 @@ def _for_editors(schema: dict[str, Any], section: type[ConfigSection]) -> None:
 
 def _or_auto(schema: dict[str, Any]) -> dict[str, Any]:
     about: dict[str, Any] = {key: schema[key] for key in ("title", "description", "default") if key in schema}
-    value = {key: part for key, part in schema.items() if key not in about}
+    value = {key: entry for key, entry in schema.items() if key not in about}
     choices = value["anyOf"] if set(value) == {"anyOf"} else [value]
     return {"anyOf": [*choices, {"const": AUTO}], **about}
 
@@ -268,8 +268,8 @@ def leaves(annotation: Any) -> Iterator[Any]:
         yield from get_args(annotation)
     elif origin in (Annotated, Union, UnionType):
         parts = get_args(annotation)[:1] if origin is Annotated else get_args(annotation)
-        for part in parts:
-            yield from leaves(part)
+        for nested in parts:
+            yield from leaves(nested)
     else:
         yield origin or annotation
 

@@ -84,7 +84,7 @@ def _no_states_to_offload(config: Config) -> str:
 def _nothing_is_chosen(config: Config) -> str:
     parts = config.data_efficiency.model_extra or {}
     if any(
-        isinstance(part := parts.get(name), Mapping) and part.get("enabled")
+        isinstance(section := parts.get(name), Mapping) and section.get("enabled")
         for name in ("data_sampling", "data_routing")
     ):
         return ""
@@ -374,4 +374,4 @@ def _free_is_on(section: Mapping[str, object]) -> bool:
         return False
     if "enabled" in section:
         return True
-    return not all(isinstance(part, Mapping) and not _free_is_on(part) for part in section.values())
+    return not all(isinstance(value, Mapping) and not _free_is_on(value) for value in section.values())

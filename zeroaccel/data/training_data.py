@@ -64,19 +64,19 @@ def build_dataloader(
         raise UsageError("build_dataloader: micro_batch_size", expected="at least 1", got=micro_batch_size)
     if not 0 <= rank < world_size:
         raise UsageError("build_dataloader: rank", expected=f"0 to {world_size - 1}", got=rank)
-    part: Dataset[Any]
+    shard: Dataset[Any]
     sampler: DistributedSampler[Any] | None = None
     if _has_indices(dataset):
-        part = dataset
+        shard = dataset
         sampler = _EpochSampler(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle, seed=seed)
         _check_length(dataset, len(sampler), micro_batch_size, drop_last)
     else:
         _check_iterable(dataset, num_workers)
-        part = _RoundRobin(dataset, rank, world_size, drop_last)
+        shard = _RoundRobin(dataset, rank, world_size, drop_last)
     # A separate generator, because the loader would otherwise draw from torch's and shift the run's random numbers.
     generator = torch.Generator().manual_seed(seed + rank)
     return DataLoader(
-        part,
+        shard,
         batch_size=micro_batch_size,
         sampler=sampler,
         collate_fn=collate_fn,

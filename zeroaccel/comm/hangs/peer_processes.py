@@ -55,11 +55,11 @@ class PeerProcesses:
 
     def __init__(self, rank: int, processes: Mapping[int, PeerProcess], *, signals: bool) -> None:
         self._signals = signals
-        own = processes[rank]
-        self._hosts = {other: process.host for other, process in processes.items() if process.host != own.host}
+        this_rank = processes[rank]
+        self._hosts = {other: process.host for other, process in processes.items() if process.host != this_rank.host}
         self._processes: dict[int, psutil.Process] = {}
         for other, process in processes.items():
-            if other != rank and process.machine and process.machine == own.machine:
+            if other != rank and process.machine and process.machine == this_rank.machine:
                 with suppress(psutil.Error):
                     self._processes[other] = psutil.Process(process.pid)
 

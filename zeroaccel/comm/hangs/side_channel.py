@@ -118,8 +118,8 @@ class SideChannel:
             That rank (this one if it is the first), and True if the two histories are equal; if not, the two ranks have
             desynced.
         """
-        own = f"{self.rank} {entry.digest:x}"
-        rank, digest = self._compare_set(f"meet/{group}/{entry.kind}/{entry.seq}", own).split()
+        ours = f"{self.rank} {entry.digest:x}"
+        rank, digest = self._compare_set(f"meet/{group}/{entry.kind}/{entry.seq}", ours).split()
         return int(rank), int(digest, 16) == entry.digest
 
     def publish_stall(self, state: RankState) -> None:

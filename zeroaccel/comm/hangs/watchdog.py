@@ -420,10 +420,10 @@ class Watchdog:
         first = channel.stall_of(0)
         if first is None or first.waiting is None or first.waiting_in or first.waiting.op.startswith("broadcast"):
             return None
-        own, theirs = entry.call, first.waiting
-        if first.has_issued(own) or self._flight_recorder.issued()[theirs.kind] >= theirs.seq:
+        ours, theirs = entry.call, first.waiting
+        if first.has_issued(ours) or self._flight_recorder.issued()[theirs.kind] >= theirs.seq:
             return None
-        headline = f"{self._names([0])} waits for {theirs} while {self._own_name} waits for {own}"
+        headline = f"{self._names([0])} waits for {theirs} while {self._own_name} waits for {ours}"
         return Alarm(self._rank, headline, timed_out=False)
 
     def _crossed(self, channel: SideChannel, entry: CollectiveRecord, group: str = "") -> Alarm | None:
@@ -433,14 +433,14 @@ class Watchdog:
         recorder, or be a control call of all ranks. Each needs both ranks, so neither rank has moved since its state
         was taken.
         """
-        own = entry.call
-        if not group and not _needs_all(own):
+        ours = entry.call
+        if not group and not _needs_all(ours):
             return None
         own_names = {followed.name: followed for followed in self._followed if followed.in_turn}
         peers = {rank for followed in own_names.values() for rank in followed.needs} - {self._rank}
         for rank in sorted(peers):
             other = channel.stall_of(rank)
-            if other is None or other.waiting is None or other.has_issued(own, group):
+            if other is None or other.waiting is None or other.has_issued(ours, group):
                 continue
             theirs, their_group = other.waiting, other.waiting_in
             followed = own_names.get(their_group)
@@ -449,7 +449,7 @@ class Watchdog:
             recorder = self._flight_recorder if followed is None else followed.recorder
             if recorder.issued()[theirs.kind] >= theirs.seq:
                 continue
-            headline = f"{self._names([rank])} waits for {theirs} while {self._own_name} waits for {own}"
+            headline = f"{self._names([rank])} waits for {theirs} while {self._own_name} waits for {ours}"
             return Alarm(self._rank, headline, timed_out=False)
         return None
 
@@ -635,8 +635,8 @@ def _told(error: Exception | None) -> str:
         return ""
     first_line = next(iter(str(error).splitlines()), "")
     frames = list(walk_tb(error.__traceback__))
-    own = [(frame, line) for frame, line in frames if not _is_library(frame)] or frames
-    place = f", at {_location(*own[-1])}" if own else ""
+    user_frames = [(frame, line) for frame, line in frames if not _is_library(frame)] or frames
+    place = f", at {_location(*user_frames[-1])}" if user_frames else ""
     return type(error).__name__ + (f": {first_line}" if first_line else "") + place
 
 

@@ -339,8 +339,8 @@ def _translate(foreign: ForeignKeys, typed: Mapping[str, Any]) -> None:
     foreign.notes.append((("distributed_type",), "FSDP -> DEEPSPEED, with the equivalent ZeRO stage"))
     foreign.notes += [((_FSDP, key), text) for key, text in translated.notes]
     foreign.problems += [
-        Problem((_FSDP, *one.path), one.text, one.expected, one.got, one.fix, as_written=True)
-        for one in translated.problems
+        Problem((_FSDP, *problem.path), problem.text, problem.expected, problem.got, problem.fix, as_written=True)
+        for problem in translated.problems
     ]
     if tree.pop(ZERO_SECTION, None):
         foreign.notes.append(((ZERO_SECTION,), "does nothing, because distributed_type is FSDP"))

@@ -46,11 +46,11 @@ def _count(text: str) -> int:
 def _streams(text: str) -> int | dict[int, int]:
     if ":" not in text:
         return int(text)
-    return {int(rank): int(choice) for rank, choice in (part.split(":") for part in text.split(","))}
+    return {int(rank): int(choice) for rank, choice in (pair.split(":") for pair in text.split(","))}
 
 
 def _pairs(text: str) -> dict[str, int | str]:
-    pairs = (part.split("=") for part in text.split(","))
+    pairs = (pair.split("=") for pair in text.split(","))
     named = {key.strip(): value.strip() for key, value in pairs}
     return {key: value if key in RDZV_SETTINGS else int(value) for key, value in named.items()}
 
