@@ -60,7 +60,7 @@ ENVIRONMENT_READERS = {
 MAX_CODE_LINES: Mapping[str, int] = {
     "": 1228,
     "accelerate": 4300,
-    "checkpoint": 6355,
+    "checkpoint": 6691,
     "cli": 7304,
     "comm": 3883,
     "compat": 3974,
