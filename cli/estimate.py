@@ -20,12 +20,12 @@ from zeroaccel.config.parallel import AXES
 from zeroaccel.errors import ConfigError
 
 from .grouped_help import GroupedOptions
-from .pages.estimate_page import KINDS, chart_page, command, estimate_page, gb, positions, verdict
+from .pages.estimate_page import KINDS, chart_page, command, config_of, estimate_page, gb, positions, verdict
 from .pages.frame import COLOURS, check_page_path, write_page
 from .progress import ProgressLine, estimating
 
 if TYPE_CHECKING:
-    from zeroaccel.estimate import Capacity, Estimate, MeshRow, PlanRow, Subject, Workload
+    from zeroaccel.estimate import Capacity, MeshRow, PlanRow, Subject, Workload
 
     _Rows = Sequence[tuple[PlanRow, bool, Sequence[str]]]
     _Type = click.ParamType[Any]
@@ -315,32 +315,8 @@ def _smaller(
         return {}
     workload, one = found[0], found[1].estimate
     facts = {"plan": one.name, "total": one.device.total, "checkpointing": workload.checkpointing}
-    config = _config_of(workload, one)
+    config = config_of(workload, one)
     return {"smaller": {**facts, "command": command(model, workload, capacity), "config": config}}
-
-
-def _config_of(workload: Workload, one: Estimate) -> dict[str, Any]:
-    """Returns the JSON config of a plan, the inverse of `_of_config`; the mesh and the model are not in it."""
-    zero: dict[str, Any] = {"stage": one.stage}
-    for key, device in (("offload_optimizer", one.offload_optimizer), ("offload_param", one.offload_param)):
-        if device != "none":
-            zero[key] = {"device": device} | ({"nvme_path": "NVME_PATH"} if device == "nvme" else {})
-    if workload.frozen_weights:
-        zero["frozen_weights"] = workload.frozen_weights
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": workload.batch,
-        "gradient_accumulation_steps": workload.accumulation,
-        "zero_optimization": zero,
-    }
-    if workload.precision != "fp32":
-        config[workload.precision] = {"enabled": True}
-    if workload.checkpointing:
-        config["activation_checkpointing"] = {"wrap_blocks": True}
-    if workload.residual_masters:
-        config["data_types"] = {"master_weights": "residual"}
-    if workload.moments_dtype != "fp32":
-        config["optimizer"] = {"type": workload.optimizer, "params": {"moments_dtype": workload.moments_dtype}}
-    return config
 
 
 def _show_smaller(smaller: dict[str, Any]) -> None:

@@ -62,9 +62,9 @@ def report(run: Path, other: Path | None, out: str | None) -> None:
         names = [str(folder) for folder in folders]
     if len(set(names)) < len(names):
         raise UsageError("report", expected="two different runs", got=f"{run} twice")
-    write_page(
-        path, report_page({name: read_run(folder) for name, folder in zip(names, folders, strict=True)}), "--out"
-    )
+    named = dict(zip(names, folders, strict=True))
+    runs = {name: read_run(folder) for name, folder in named.items()}
+    write_page(path, report_page(runs, {name: read_facts(folder) for name, folder in named.items()}), "--out")
     click.echo(f"{path}: page written")
 
 
@@ -79,6 +79,7 @@ _STEP = "Time_step_seconds"
 _MEASURED = ("Time_", "Memory_", "Sent_", "Offload_")
 _MOST_BODY = MOST_NBYTES * 9 // 10
 _MOST_METRICS = 500
+_FACTS = "run.json"  # the same as in `zeroaccel.telemetry.trackers`, which imports torch
 
 
 def read_run(folder: Path) -> dict[str, Line]:
@@ -104,6 +105,16 @@ def read_run(folder: Path) -> dict[str, Line]:
     # Names are relative to the files' common folder, so that runs with different names have the same metrics.
     shared = os.path.commonpath([file.parent for file in metrics])
     return {str(file.relative_to(shared)): sorted(line, key=lambda one: one[0]) for file, line in metrics.items()}
+
+
+def read_facts(folder: Path) -> dict[str, str]:
+    """Returns what the engine noted about a run: its model, stage, ranks, config and beginning; {} without a note."""
+    found = sorted(folder.rglob(_FACTS), key=lambda file: file.stat().st_mtime)
+    try:
+        content = json.loads(found[-1].read_text(encoding="utf-8")) if found else {}
+    except ValueError:
+        content = {}
+    return {str(key): str(value) for key, value in content.items()} if isinstance(content, dict) else {}
 
 
 def _read_csv(file: Path) -> dict[Path, Line]:
@@ -144,54 +155,96 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def report_page(runs: Mapping[str, Run]) -> str:
-    """Returns the page of the runs as HTML.
+def report_page(runs: Mapping[str, Run], facts: Mapping[str, Mapping[str, str]] | None = None) -> str:
+    """Returns the page of the runs as HTML: their settings, the losses, the time of a step, every metric.
 
     Args:
         runs: name -> result of `read_run`.
+        facts: name -> result of `read_facts`.
 
     Example:
         >>> text = report_page({"first": {"Train_loss": [(1.0, 2.0), (2.0, 1.5)]}})
         >>> "Train_loss" in text and "polyline" in text
         True
     """
+    facts = facts or {}
+    unit = "sample" if any(about.get("numbered_by") == "samples" for about in facts.values()) else "step"
     scaled = {name: _in_units(run) for name, run in runs.items()}
     names = sorted({metric for run in scaled.values() for metric in run}, key=_place)
-    summary = []
-    body = [legend(dict(zip(runs, COLOURS, strict=False))) if len(runs) > 1 else ""]
-    for metric in names:
-        lines = {name: run[metric] for name, run in scaled.items() if metric in run}
-        for name, line in lines.items():
-            finite = [value for _, value in line if math.isfinite(value)]
-            label = metric if len(runs) == 1 else f"{metric}, {name}"
-            mean = sum(finite) / len(finite) if finite else math.nan
-            numbers = [min(finite), mean, max(finite), finite[-1]] if finite else [math.nan] * 4
-            summary.append([label, len(line), f"{line[0][0]:g}", f"{line[-1][0]:g}", *(f"{x:.6g}" for x in numbers)])
-    headings = ["metric", "points", "first step", "last step", "lowest", "mean", "highest", "last"]
-    body += _time_split(runs)
-    body += ["<h2>Summary</h2>", Table("Every metric of the run", headings, summary[:_MOST_METRICS]).html()]
-    if len(summary) > _MOST_METRICS:
-        body.append(f"<p>{len(summary) - _MOST_METRICS} more rows are left out; the files have them.</p>")
-    for number, metric in enumerate(names):
-        lines = {name: run.get(metric, ()) for name, run in scaled.items()}
-        finite_lines = {name: [one for one in line if math.isfinite(one[1])] for name, line in lines.items()}
-        drawn = [f"<h2>{escaped(metric)}</h2>"]
-        found = {value for line in finite_lines.values() for _, value in line}
-        if len(found) == 1:  # a constant needs no chart
-            drawn.append(f"<p>{found.pop():.6g} at every step.</p>")
-        elif found:
-            drawn.append(line_chart(finite_lines, f"{metric} over steps; the table below has values"))
-        drawn.append(_values(metric, lines))
-        if sum(map(len, (*body, *drawn))) > _MOST_BODY:
-            body.append(f"<p>{len(names) - number} more metrics are in the summary only.</p>")
+    losses = [metric for metric in names if _place(metric)[0] < 0]
+    body = [_head(scaled, facts), legend(dict(zip(runs, COLOURS, strict=False))) if len(runs) > 1 else ""]
+    body += [_metric(metric, scaled, unit) for metric in losses]
+    body += [*_time_split(runs), *_summary(names, scaled, unit)]
+    others = names[len(losses) :]
+    for number, metric in enumerate(others):
+        drawn = _metric(metric, scaled, unit)
+        if sum(map(len, (*body, drawn))) > _MOST_BODY:
+            body.append(f"<p>{len(others) - number} more metrics are in the summary only.</p>")
             break
-        body += drawn
+        body.append(drawn)
     return page(f"Run {' and '.join(runs)}", body)
 
 
+def _head(scaled: Mapping[str, Run], facts: Mapping[str, Mapping[str, str]]) -> str:
+    """Returns a table with a column for each run: its model and settings, its last loss and its rate."""
+    rows: dict[str, list[str]] = {key: [] for key in ("model", "stage", "ranks", "config", "begun", *_LAST)}
+    for name, run in scaled.items():
+        ends = {
+            said: f"{finite[-1]:.4g}"
+            for metric, line in run.items()
+            for said, ending in _LAST.items()
+            if metric.endswith(ending) and (finite := [value for _, value in line if math.isfinite(value)])
+        }
+        for key, cells in rows.items():
+            cells.append({**facts.get(name, {}), **ends}.get(key, "-"))
+    shown = [[key, *cells] for key, cells in rows.items() if set(cells) != {"-"}]
+    return Table("The run" if len(scaled) == 1 else "The runs", ["", *scaled], shown).html() if shown else ""
+
+
+_LAST = {"last loss": "loss", "last samples per second": "Time_samples_per_second"}
+
+
+def _summary(names: Sequence[str], scaled: Mapping[str, Run], unit: str) -> list[str]:
+    """Returns a table with a row for each metric of each run."""
+    summary = []
+    for metric in names:
+        for name, run in scaled.items():
+            if metric not in run:
+                continue
+            line = run[metric]
+            finite = [value for _, value in line if math.isfinite(value)]
+            label = metric if len(scaled) == 1 else f"{metric}, {name}"
+            mean = sum(finite) / len(finite) if finite else math.nan
+            numbers = [finite[-1], mean, min(finite), max(finite)] if finite else [math.nan] * 4
+            summary.append([label, *(f"{x:.6g}" for x in numbers), f"{line[0][0]:g}", f"{line[-1][0]:g}", len(line)])
+    headings = ["metric", "last", "mean", "lowest", "highest", f"first {unit}", f"last {unit}", "points"]
+    body = [
+        "<h2>Summary</h2>",
+        Table("Every metric of the run", headings, summary[:_MOST_METRICS], identity="summary").html(),
+    ]
+    if len(summary) > _MOST_METRICS:
+        body.append(f"<p>{len(summary) - _MOST_METRICS} more rows are left out; the files have them.</p>")
+    return body
+
+
+def _metric(metric: str, scaled: Mapping[str, Run], unit: str) -> str:
+    """Returns the heading, the chart and the table of one metric."""
+    lines = {name: run.get(metric, ()) for name, run in scaled.items()}
+    finite_lines = {name: [one for one in line if math.isfinite(one[1])] for name, line in lines.items()}
+    drawn = f"<h2>{escaped(metric)}</h2>"
+    found = {value for line in finite_lines.values() for _, value in line}
+    if len(found) == 1:  # a constant needs no chart
+        drawn += f"<p>{found.pop():.6g} at every step.</p>"
+    elif found:
+        drawn += line_chart(finite_lines, f"{metric} over {unit}s; the table below has values", unit)
+    return drawn + _values(metric, lines, unit)
+
+
 def _place(metric: str) -> tuple[int, str]:
-    """Sorts metrics of the training before measurements of its cost."""
+    """Sorts losses first, then other metrics of the training, then measurements of its cost."""
     name = metric.partition(" (")[0].rpartition("/")[2]
+    if name.lower().endswith("loss"):
+        return -1, metric
     found = next((number for number, start in enumerate(_MEASURED, start=1) if name.startswith(start)), 0)
     return found, metric
 
@@ -276,7 +329,7 @@ def _bars(means: Mapping[str, Mapping[str, float]], colours: Mapping[str, str]) 
 _MOST_ROWS = 40
 
 
-def _values(metric: str, lines: Mapping[str, Sequence[tuple[float, float]]]) -> str:
+def _values(metric: str, lines: Mapping[str, Sequence[tuple[float, float]]], unit: str) -> str:
     """Returns a table of at most `_MOST_ROWS` steps, evenly spread, including the first and the last."""
     by_step: dict[float, dict[str, float]] = {}
     for name, line in lines.items():
@@ -287,5 +340,5 @@ def _values(metric: str, lines: Mapping[str, Sequence[tuple[float, float]]]) -> 
         steps = [steps[round(index * (len(steps) - 1) / (_MOST_ROWS - 1))] for index in range(_MOST_ROWS)]
     rows = [[f"{step:g}", *(f"{by_step[step][n]:.6g}" if n in by_step[step] else "-" for n in lines)] for step in steps]
     caption = f"{metric}: {len(steps)} of {len(by_step)} steps"
-    table = Table(caption, ["step", *lines], rows).html()
+    table = Table(caption, [unit, *lines], rows).html()
     return f"<details><summary>Values</summary>{table}</details>"

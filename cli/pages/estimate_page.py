@@ -7,15 +7,16 @@ moves the bars that `estimate_page` has drawn for the requested workload.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .frame import COLOURS, Table, bar, escaped, figure, legend, page
 
 if TYPE_CHECKING:
-    from zeroaccel.estimate import Capacity, PlanRow, Workload
+    from zeroaccel.estimate import Capacity, Estimate, PlanRow, Workload
 
 KINDS = ("params", "optimizer", "gradients", "activations")
 _NAMES = {
@@ -61,11 +62,19 @@ def estimate_page(
         _key(one): {row.estimate.name: _numbers(row, one) for row in rows} for one, rows in zip(at, tables, strict=True)
     }
     shown = numbers[_key(workload)]
+    rows = tables[at.index(workload)]
+    configs = {row.estimate.name: config_of(workload, row.estimate) for row in rows}
+    best = next((row.estimate.name for row in rows if row.recommended), "")
     limit = _limit(workload, capacity)
     body = [
         _controls(workload),
         *_plans(shown, order, limit),
-        "<h2>The command</h2>",
+        "<h2>To train with the recommended plan</h2>",
+        f'<p id="none"{" hidden" if best else ""}>No plan is recommended for this workload.</p>',
+        f'<div id="start"{"" if best else " hidden"}><p>Save this as ds_config.json:</p>',
+        f'<pre tabindex="0"><code id="config">{escaped(_indented(configs.get(best, {})))}</code></pre>',
+        f'<p><code id="launch">{escaped(launch_command(workload))}</code></p></div>',
+        "<h2>To estimate again</h2>",
         f'<p><code id="command">{escaped(command(model, workload, capacity))}</code> '
         '<button id="copy" type="button" hidden>Copy</button> <span id="said" role="status"></span></p>',
     ]
@@ -76,6 +85,9 @@ def estimate_page(
         "limit": limit or 0,
         "model": model,
         "rest": _rest(workload, capacity),
+        "configs": configs,
+        "local": workload.local_ranks if workload.ranks_per_machine else 0,
+        "axes": _axes(workload),
         "left": _LEFT,
         "width": _WIDTH,
     }
@@ -123,6 +135,55 @@ def command(model: str, workload: Workload, capacity: Capacity) -> str:
     return f"zeroaccel estimate {model} {sizes}{again}{_rest(workload, capacity)}"
 
 
+def config_of(workload: Workload, one: Estimate) -> dict[str, Any]:
+    """Returns the JSON config of a plan, as `zeroaccel estimate --config` reads it; without the mesh and the model."""
+    zero: dict[str, Any] = {"stage": one.stage}
+    for key, device in (("offload_optimizer", one.offload_optimizer), ("offload_param", one.offload_param)):
+        if device != "none":
+            zero[key] = {"device": device} | ({"nvme_path": "NVME_PATH"} if device == "nvme" else {})
+    if workload.frozen_weights:
+        zero["frozen_weights"] = workload.frozen_weights
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": workload.batch,
+        "gradient_accumulation_steps": workload.accumulation,
+        "zero_optimization": zero,
+    }
+    if workload.precision != "fp32":
+        config[workload.precision] = {"enabled": True}
+    if workload.checkpointing:
+        config["activation_checkpointing"] = {"wrap_blocks": True}
+    if workload.residual_masters:
+        config["data_types"] = {"master_weights": "residual"}
+    if workload.moments_dtype != "fp32":
+        config["optimizer"] = {"type": workload.optimizer, "params": {"moments_dtype": workload.moments_dtype}}
+    return config
+
+
+def _indented(config: Mapping[str, Any]) -> str:
+    """Returns the config as JSON with a line per section; the page's script writes the same."""
+    lines = [f'  "{key}": {json.dumps(value)}' for key, value in config.items()]
+    return "{\n" + ",\n".join(lines) + "\n}"
+
+
+def launch_command(workload: Workload) -> str:
+    """Returns the command that trains with the config on this mesh.
+
+    Example:
+        >>> from zeroaccel.estimate import Workload
+        >>> launch_command(Workload(ranks=16, ranks_per_machine=8, tp=2))[17:]
+        '--num_processes 16 --num_machines 2 --tp_size 2 --deepspeed_config_file ds_config.json train.py'
+    """
+    machines = workload.ranks // workload.local_ranks
+    several = f" --num_machines {machines}" if machines > 1 else ""
+    config = "--deepspeed_config_file ds_config.json"
+    return f"zeroaccel launch --num_processes {workload.ranks}{several}{_axes(workload)} {config} train.py"
+
+
+def _axes(workload: Workload) -> str:
+    sizes = {axis: getattr(workload, axis) for axis in ("pp", "sp", "tp", "ep")}
+    return "".join(f" --{axis}_size {size}" for axis, size in sizes.items() if size > 1)
+
+
 def _rest(workload: Workload, capacity: Capacity) -> str:
     words = [f" --precision {workload.precision} --optimizer {workload.optimizer}"]
     words += [f" --accumulation {workload.accumulation}"] if workload.accumulation > 1 else []
@@ -132,7 +193,7 @@ def _rest(workload: Workload, capacity: Capacity) -> str:
     words += [" --peer_checkpoints"] if workload.peer_checkpoints else []
     words += [f" --lora_rank {workload.lora_rank}"] if workload.lora_rank else []
     words += [f" --frozen_weights {workload.frozen_weights}"] if workload.frozen_weights else []
-    words += [f" --{axis}_size {size}" for axis in ("pp", "sp", "tp", "ep") if (size := getattr(workload, axis)) > 1]
+    words += [_axes(workload)]
     words += [" --cpu"] if capacity.on_cpu else []
     sizes = {"device_memory": capacity.device, "host_memory": capacity.host, "disk": capacity.disk}
     words += [
@@ -244,6 +305,15 @@ function show(){
     const p=plans[data.order[i]],cells=row.querySelectorAll('td');
     [p[0],p[1],p[2],p[3],total(p),p[4],p[5]].forEach((n,k)=>cells[k].textContent=gb(n));
     cells[7].textContent=p[6];row.className=p[6]==='recommended'?'best':''});
+  const best=data.order.find(n=>plans[n][6]==='recommended'),machines=data.local?value('ranks')/data.local:1;
+  at('none').hidden=!!best;at('start').hidden=!best;
+  if(best){const c={...data.configs[best],train_micro_batch_size_per_gpu:+value('batch')};
+    delete c.activation_checkpointing;if(again)c.activation_checkpointing={wrap_blocks:true};
+    const spaced=v=>JSON.stringify(v,null,1).replace(/\\n\\s*/g,' ').replace(/([{\\[]) /g,'$1')
+      .replace(/ ([}\\]])/g,'$1');
+    at('config').textContent='{\\n'+Object.entries(c).map(([k,v])=>'  "'+k+'": '+spaced(v)).join(',\\n')+'\\n}';
+    at('launch').textContent='zeroaccel launch --num_processes '+value('ranks')
+      +(machines>1?' --num_machines '+machines:'')+data.axes+' --deepspeed_config_file ds_config.json train.py'}
   at('command').textContent='zeroaccel estimate '+data.model+' --ranks '+value('ranks')+' --batch '+value('batch')
     +' --sequence '+value('sequence')+(again?' --checkpointing':'')+data.rest;
 }

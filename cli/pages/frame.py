@@ -39,6 +39,8 @@ button{font:inherit;color:inherit;background:none;border:1px solid var(--soft);b
 :focus-visible{outline:3px solid #0072b2;outline-offset:2px}
 figure{margin:0;overflow-x:auto}
 svg{display:block;max-width:100%;height:auto}
+@media(max-width:40rem){body{padding:.8rem}svg .line text{font-size:26px}th,td{padding:.2rem .3rem;font-size:12px}
+  th[scope=row]{white-space:normal;overflow-wrap:anywhere}#summary :is(th,td):nth-child(n+6){display:none}}
 svg text{fill:var(--ink);font:13px system-ui,sans-serif}
 svg .axis{stroke:var(--rule)}svg .limit{stroke:var(--ink);stroke-dasharray:5 4}
 svg .end{text-anchor:end}svg .middle{text-anchor:middle}
@@ -193,13 +195,14 @@ def figure(drawing: str, width: int, height: int, label: str, identity: str = ""
     )
 
 
-def line_chart(series: Mapping[str, Sequence[tuple[float, float]]], label: str) -> str:
+def line_chart(series: Mapping[str, Sequence[tuple[float, float]]], label: str, unit: str = "step") -> str:
     """Returns a chart with one coloured line per series over steps.
 
     Args:
         series: name -> (step, value), with finite values.
+        unit: word for the numbers along the axis.
     """
-    width, height, left, bottom, top = 700, 240, 80, 30, 10
+    width, height, left, bottom, top = 1040, 260, 80, 30, 10
     points = [point for line in series.values() for point in line]
     (first, last), (low, high) = (
         (min(values), max(values)) for values in ([x for x, _ in points], [y for _, y in points])
@@ -215,7 +218,7 @@ def line_chart(series: Mapping[str, Sequence[tuple[float, float]]], label: str) 
         f'<text class="end" x="{left - 8}" y="{height - bottom}">{low:.4g}</text>',
         f'<text class="end" x="{left - 8}" y="{top + 10}">{high:.4g}</text>' if high > low else "",
         f'<text x="{left}" y="{height - 8}">{first:g}</text>',
-        f'<text class="end" x="{width - 10}" y="{height - 8}">step {last:g}</text>',
+        f'<text class="end" x="{width - 10}" y="{height - 8}">{unit} {last:g}</text>',
     ]
     for number, (name, line) in enumerate(series.items()):
         if not line:
@@ -226,7 +229,7 @@ def line_chart(series: Mapping[str, Sequence[tuple[float, float]]], label: str) 
             f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dashes}>'
             f"<title>{escaped(name)}</title></polyline>"
         )
-    return figure("".join(parts), width, height, label)
+    return figure(f'<g class="line">{"".join(parts)}</g>', width, height, label)
 
 
 _MOST_POINTS = 400

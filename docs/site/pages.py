@@ -39,7 +39,8 @@ FROM_TREE = {
 """Page of the tree -> page of the site; results of benchmarks keep their paths."""
 _CELL = re.compile(r"<td.*?</td>", re.DOTALL)
 _WRAPS = re.compile(r"(_|[A-Za-z)\"'][./,=])(?=\w)(?![^<>]*>)")  # but not inside a tag
-_LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
+_PICTURE = re.compile(r'<picture>\s*<source [^>]*srcset="([^"]+)">\s*<img alt="([^"]+)" src="([^"]+)">\s*</picture>')
+_LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -78,7 +79,9 @@ def on_post_page(output: str, *, page: Page, config: MkDocsConfig) -> str:
 
 
 def _from_tree(path: Path, name: str) -> str:
-    return _relinked(path.read_text(), name, FROM_TREE.get(name, name))
+    # The theme of a page chooses a picture by the end of its address.
+    text = _PICTURE.sub(r"![\2](\3#only-light)\n![\2](\1#only-dark)", path.read_text())
+    return _relinked(text, name, FROM_TREE.get(name, name))
 
 
 def _relinked(text: str, path: str, place: str) -> str:

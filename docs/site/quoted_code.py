@@ -1,7 +1,8 @@
-"""Copies functions of the tree into pages that quote them: `python docs/site/quoted_code.py` updates the pages.
+"""Copies files and functions of the tree into pages: `python docs/site/quoted_code.py` updates the pages.
 
 A page has a marker `<!-- code: path/of/file.py:Name.of.function -->` and a block after it: the function from the file,
-with its docstring cut to the first paragraph. tests/unit/house/test_documents.py compares the two.
+with its docstring cut to the first paragraph. Without a name the block is the whole file without its docstring.
+tests/unit/house/test_documents.py compares the two.
 """
 
 from __future__ import annotations
@@ -13,12 +14,25 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # The fence has attributes, so that tests/e2e does not run a quotation as an example.
-_QUOTED = re.compile(r"(<!-- code: ([\w/.]+):([\w.]+) -->\n)```.*?\n```\n", re.DOTALL)
+_QUOTED = re.compile(r"(<!-- code: ([\w/.]+)(?::([\w.]+))? -->\n)```.*?\n```\n", re.DOTALL)
 
 
 def with_quotations(text: str) -> str:
     """Returns the page with every quotation updated from the tree."""
-    return _QUOTED.sub(lambda match: f"{match[1]}``` py\n{quotation(match[2], match[3])}```\n", text)
+
+    def block(match: re.Match[str]) -> str:
+        language = Path(match[2]).suffix.lstrip(".")
+        return f"{match[1]}``` {language}\n{quotation(match[2], match[3]) if match[3] else whole(match[2])}```\n"
+
+    return _QUOTED.sub(block, text)
+
+
+def whole(path: str) -> str:
+    """Returns a file; of a Python file, the lines after its docstring."""
+    source = (ROOT / path).read_text()
+    if path.endswith(".py") and ast.get_docstring(tree := ast.parse(source)) is not None:
+        source = "".join(source.splitlines(keepends=True)[tree.body[0].end_lineno :]).lstrip("\n")
+    return source
 
 
 def quotation(path: str, name: str) -> str:
@@ -45,7 +59,7 @@ def quotation(path: str, name: str) -> str:
 
 def main() -> None:
     """Writes every page that quotes code."""
-    for page in sorted((ROOT / "docs").glob("*.md")):
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         text = page.read_text()
         if (new := with_quotations(text)) != text:
             page.write_text(new)

@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.support.environment import ROOT
@@ -26,6 +27,7 @@ from tests.support.job import run_command, running_command
 from tests.support.pool import Ranks
 from tests.support.scripts import load_script
 from zeroaccel.accelerate.accelerator_state import PartialState
+from zeroaccel.estimate import Capacity, Workload, plan_table
 
 Runner = Callable[..., list[Any]]
 
@@ -78,6 +80,75 @@ def test_the_image_classifier_learns(run: Runner) -> None:
     assert accuracies[-1] > 0.4 > 1 / 4
     assert "over 120 images" in printed
     assert silence == ""
+
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny Llama."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("tiny")
+    LlamaForCausalLM(LlamaConfig(num_attention_heads=4, **SIZES)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel", "sequence_parallel", "pipeline_parallel"])
+def test_each_axis_of_the_mesh_trains(run: Runner, tiny: Path, name: str) -> None:
+    (losses, _), (others, _) = run(f"parallel/{name}.py", tiny)
+    assert losses == pytest.approx(others)  # both ranks work on the same samples
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_experts_are_divided(run: Runner, tmp_path: Path) -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    MixtralForCausalLM(MixtralConfig(**SIZES, **heads, num_local_experts=4)).save_pretrained(tmp_path)
+    (losses, _), (others, _) = run("parallel/experts.py", tmp_path)
+    assert losses != others  # each rank has its own samples
+    assert all(curve[-1] < curve[0] - 0.1 for curve in (losses, others))
+
+
+def test_the_7b_script_trains_and_saves(run: Runner, tiny: Path, tmp_path: Path) -> None:
+    (losses, printed), (others, silence) = run("finetune_7b.py", tiny, tmp_path)
+    assert losses == others
+    assert re.fullmatch(r"loss \d\.\d\d -> \d\.\d\d in 4 steps\n", printed), printed
+    assert silence == ""
+    assert (tmp_path / "finished" / "model.safetensors").exists()
+    assert (tmp_path / "state").is_dir()
+
+
+def test_qlora_saves_adapters(tiny: Path, tmp_path: Path) -> None:
+    launch = (sys.executable, "-m", "zeroaccel.cli", "launch", "--cpu", "--num_processes", 2)
+    result = run_command([*launch, ROOT / "examples" / "qlora.py", tiny], timeout=100.0, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    losses = [float(loss) for loss in re.findall(r"'loss': '([\d.]+)'", result.stdout)]
+    assert losses == sorted(losses, reverse=True)
+    assert len(losses) == 3
+    adapters = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
+    assert adapters
+    assert all("lora" in name and value.numel() for name, value in adapters.items())
+
+
+def test_the_7b_page_has_the_figures_of_its_commands() -> None:
+    page = (ROOT / "docs" / "finetune_7b.md").read_text()
+    found = {}
+    for ranks in (1, 2):
+        for row in plan_table("llama-2-7b", Workload(ranks=ranks, checkpointing=True), Capacity(device=80 * 10**9)):
+            one, places = row.estimate, (row.estimate.device, row.estimate.host, row.estimate.disk)
+            found[f"{ranks} rank{'s' * (ranks > 1)}, {one.name}"] = [
+                f"{place.total * (ranks if number else 1) / 1e9:.1f}".replace("0.0", "-") if place.total else "-"
+                for number, place in enumerate(places)
+            ]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if " rank" in line]
+    shown = {row[0]: row[1:] for row in rows if len(row) == 4}
+    assert len(shown) == 6
+    assert shown == {name: found[name] for name in shown}
 
 
 def test_13_billion_parameters_train_when_scaled_down_and_say_what_memory_they_need(run: Runner) -> None:

@@ -86,7 +86,11 @@ def test_a_launch_file_that_repeats_the_json_is_refused_before_any_process_start
 def test_a_launch_file_reaches_the_accelerator(project: Path) -> None:
     result = _launch(project, "--config_file", ROOT / "templates" / "cpu_one_machine.yaml", "--mixed_precision", "bf16")
     assert result.returncode == 0, result.stderr
-    for line in ("Distributed environment: DEEPSPEED  Backend: gloo", "Num processes: 2", "Mixed precision type: bf16"):
+    for line in (
+        "Distributed environment: zeroaccel (distributed_type DEEPSPEED)  Backend: gloo",
+        "Num processes: 2",
+        "Mixed precision type: bf16",
+    ):
         assert line in result.stdout
     resolved = json.loads((project / "resolved.json").read_text())
     assert resolved["zero_optimization"]["stage"] == 2

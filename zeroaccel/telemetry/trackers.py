@@ -32,6 +32,9 @@ Event = tuple[str, float, int]
 """(name, such as "Train/loss"; value; step, which the engine counts in samples over all ranks)."""
 
 
+_RUN_FACTS = "run.json"  # `zeroaccel report` reads it
+
+
 class GeneralTracker:
     """Base class of trackers, without effect; subclass it for another service, and pass an instance as `log_with`.
 
@@ -553,8 +556,11 @@ class Monitors:
                 logger.exception("%s failed to %s and is switched off for this run", type(tracker).__name__, verb)
 
 
-def build_monitors(config: Config, rank: int) -> Monitors:
+def build_monitors(config: Config, rank: int, facts: Mapping[str, object] | None = None) -> Monitors:
     """Makes the trackers that a config enables; none on ranks other than 0.
+
+    Args:
+        facts: model and settings of the run, for `run.json` beside the files of csv_monitor and jsonl_monitor.
 
     Raises:
         ConfigError: the package of an enabled section is not installed (on every rank), or its folder cannot be made
@@ -579,6 +585,9 @@ def build_monitors(config: Config, rank: int) -> Monitors:
         if files.enabled:
             try:
                 trackers.append(kind(files.job_name, files.output_path))
+                if facts is not None and key != "tensorboard":
+                    about = {**facts, "begun": time.strftime("%Y-%m-%d %H:%M"), "numbered_by": "samples"}
+                    Path(files.output_path, files.job_name, _RUN_FACTS).write_text(json.dumps(about) + "\n")
             except OSError as error:
                 folder = str(Path(files.output_path, files.job_name))
                 raise ConfigError(

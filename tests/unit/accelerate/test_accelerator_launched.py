@@ -107,7 +107,7 @@ def test_a_decided_json_and_a_cleaned_launch_are_shown(monkeypatch: pytest.Monke
     accelerator = Accelerator()
     assert accelerator.distributed_type == DistributedType.DEEPSPEED
     for shown in (str(accelerator.state), (_prepare(accelerator), str(accelerator.state))[1]):
-        assert "Distributed environment: DEEPSPEED  Backend: gloo" in shown
+        assert "Distributed environment: zeroaccel (distributed_type DEEPSPEED)  Backend: gloo" in shown
         assert "Num processes: 1\n" in shown
         assert "Mixed precision type: bf16" in shown
         assert f"{file}:10:3" in shown

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import html
 import io
 import json
 import re
 import shutil
 import threading
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -18,7 +20,8 @@ from tests.support.commands import typed
 from tests.unit.checkpoint.checkpoint_by_hand import Entry, make_checkpoint
 from zeroaccel.cli.pages.frame import MOST_NBYTES, page
 from zeroaccel.cli.progress import progress
-from zeroaccel.telemetry.trackers import CsvTracker, JsonlTracker
+from zeroaccel.config import load_config
+from zeroaccel.telemetry.trackers import CsvTracker, JsonlTracker, build_monitors
 
 MODEL = "tests.unit.cli.test_cli_estimate:tiny"
 
@@ -93,6 +96,15 @@ def test_the_page_of_an_estimate_agrees_with_its_json(estimated: Path) -> None:
     words = re.search(r'<code id="command">zeroaccel (.*?)</code>', path.read_text())
     assert words is not None
     assert json.loads(typed("", *words[1].split(), "--json").out)["plans"] == plans
+    # People want the config of the recommended plan and the command that trains with it.
+    config = re.search(r'<code id="config">(.*?)</code>', path.read_text(), re.DOTALL)
+    assert config is not None
+    recommended = next(plan for plan in plans if plan["recommended"])
+    zero = load_config(json.loads(html.unescape(config[1]))).zero_optimization
+    assert zero.stage == recommended["stage"]
+    launch = re.search(r'<code id="launch">zeroaccel launch (.*?)</code>', path.read_text())
+    assert launch is not None
+    assert "--num_processes 2 --deepspeed_config_file ds_config.json train.py" in launch[1]
     # Each position of the sliders has the figures of its own estimate: here with one more rank than was requested.
     texts = re.search(r'id="data">(.*?)</script>', path.read_text())
     assert texts is not None
@@ -164,8 +176,8 @@ def test_a_report_shows_every_metric_of_two_runs(tmp_path: Path) -> None:
     typed("report", str(tmp_path / "one"), str(tmp_path / "two"), "-o", str(path))
     found = _read(path)
     rows = {row[0].rsplit("/", 1)[-1]: row[1:] for row in found.tables["Every metric of the run"][1:]}
-    assert rows["Train_lr, one"] == ["100", "1", "100", "0.1", "0.1", "0.1", "0.1"]
-    assert rows["Train_loss, two"] == ["100", "1", "100", "0.08", "0.41499", "8", "0.08"]
+    assert rows["Train_lr, one"] == ["0.1", "0.1", "0.1", "0.1", "1", "100", "100"]
+    assert rows["Train_loss, two"] == ["0.08", "0.41499", "0.08", "8", "1", "100", "100"]
     assert path.read_text().count("<polyline") == 2
     assert "<h2>Train_lr</h2><p>0.1 at every step.</p>" in path.read_text().replace("\n", "")
     values = next(table for caption, table in found.tables.items() if "Train_loss: 40 of 100 steps" in caption)
@@ -203,7 +215,7 @@ def test_a_report_splits_the_time_of_a_step(tmp_path: Path) -> None:
         ["step", "10.000", "100.0 %", "15.000", "100.0 %", "1.500"],
         ["reductions, a part of backward", "1.000", "10.0 %", "1.000", "6.7 %", "1.000"],
     ]
-    last = {row[0]: row[-1] for row in found.tables["Every metric of the run"][1:]}
+    last = {row[0]: row[1] for row in found.tables["Every metric of the run"][1:]}
     assert last["Memory_peak (MB), one"] == "3"
     assert last["Sent_across (MB), two"] == "2"
     assert last["Offload_optimizer_nvme_read (GB/s), one"] == "4"
@@ -213,6 +225,25 @@ def test_a_report_splits_the_time_of_a_step(tmp_path: Path) -> None:
     path.unlink()
     typed("report", str(tmp_path / "one"), "-o", str(path), code=2)
     assert not path.exists()
+
+
+def test_a_report_begins_with_the_run_and_its_loss(tmp_path: Path) -> None:
+    config = {"jsonl_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "first"}}
+    facts = {"model": "LlamaForCausalLM", "stage": 3, "ranks": 2, "config": "ds_config.json"}
+    monitors = build_monitors(load_config(config), 0, facts)
+    for step in range(1, 6):
+        values = {"Train/grad_norm": 0.5 / step, "Train/loss": 4.0 / step, "Time/samples_per_second": 100.0 + step}
+        monitors.write([(name, value, 16 * step) for name, value in values.items()])
+    monitors.close()
+    typed("report", str(tmp_path / "first"))
+    text = (tmp_path / "first" / "report.html").read_text()
+    shown = dict(row for row in _read(tmp_path / "first" / "report.html").tables["The run"][1:])
+    assert time.strptime(shown.pop("begun"), "%Y-%m-%d %H:%M")
+    assert shown == {**{k: str(v) for k, v in facts.items()}, "last loss": "0.8", "last samples per second": "105"}
+    headings = re.findall("<h2>(.*?)</h2>", text)
+    assert headings == ["Train_loss", "Summary", "Train_grad_norm", "Time_samples_per_second"]
+    assert "sample 80<" in text  # the engine numbers by samples
+    assert "step 80<" not in text
 
 
 def test_a_report_of_many_metrics_stays_small(tmp_path: Path) -> None:
@@ -262,6 +293,13 @@ def test_pages_work_in_a_browser_in_both_themes(estimated: Path) -> None:
             errors: list[str] = []
             shown.on("pageerror", lambda error, errors=errors: errors.append(str(error)))
             shown.goto(estimated.as_uri())
+            before = shown.locator("#config").inner_text()
+            shown.locator("#checkpointing").click()
+            config = json.loads(shown.locator("#config").inner_text())
+            assert config["activation_checkpointing"] == {"wrap_blocks": True}
+            shown.locator("#checkpointing").click()
+            assert json.loads(shown.locator("#config").inner_text()) == json.loads(before)
+            assert shown.locator("#config").inner_text().splitlines() == before.splitlines()
             papers.append(shown.evaluate("getComputedStyle(document.body).backgroundColor"))
             drawn = shown.locator("#bars rect").nth(3)
             before = float(drawn.get_attribute("width"))

@@ -1,4 +1,4 @@
-"""The diagrams of docs/how_it_works.md: up to date, well-formed, and consistent with the plans of the code."""
+"""The diagrams of docs/how_it_works.md and the picture of measurements: up to date, well-formed, and as in the code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,25 @@ def test_the_files_are_up_to_date(diagrams: ModuleType) -> None:
         name for name, draw in diagrams.DIAGRAMS.items() if draw() != (diagrams.FOLDER / f"{name}.svg").read_text()
     ]
     assert stale == [], "run python docs/site/diagrams.py"
-    assert {path.stem for path in diagrams.FOLDER.iterdir()} == set(diagrams.DIAGRAMS)
+    pictures = load_script("docs/site/measured.py").PICTURES
+    assert {path.stem for path in diagrams.FOLDER.iterdir()} == {*diagrams.DIAGRAMS, *pictures}
+
+
+def test_the_picture_of_measurements_has_the_figures_of_the_results() -> None:
+    measured = load_script("docs/site/measured.py")
+    for name, theme in measured.PICTURES.items():
+        picture = measured.picture(theme)
+        assert picture == (measured.FOLDER / f"{name}.svg").read_text(), "run python docs/site/measured.py"
+        root = ElementTree.fromstring(picture)
+        assert root[0].tag.endswith("title")
+        widths = [float(box.get("width", "")) for box in root.iter() if box.tag.endswith("rect")]
+        assert len(widths) == 2 * (4 + 5)
+        assert max(widths) < 400
+    cells = {row["ms/step"] for row in measured.rows_of(measured.RESULTS / "step_time.md", "Beside DeepSpeed").values()}
+    assert len(re.findall(r">(\d+) ms, \d+ MiB<", picture)) == 8
+    assert cells >= set(re.findall(r">(\d+) ms, \d+ MiB<", picture)[4:])
+    with pytest.raises(SystemExit, match="no table under '## Beside nobody'"):
+        measured.rows_of(measured.RESULTS / "step_time.md", "Beside nobody")
 
 
 def test_the_page_shows_each_with_a_description(diagrams: ModuleType) -> None:
