@@ -248,11 +248,17 @@ def _described(folder: Path, manifest: Manifest) -> list[str]:
 def zero_to_fp32(ctx: click.Context, arguments: tuple[str, ...]) -> None:
     """Convert a sharded checkpoint to full weights, on one machine without a GPU."""
     try:
-        program.run(arguments, ctx.command_path, open_source)
+        program.run(arguments, ctx.command_path, open_source, _as_in_files)
     except program.ArgumentsError as error:
         raise click.UsageError(str(error), ctx) from error
     except program.ConversionError as error:
         raise CheckpointError(str(error)) from error
+
+
+def _as_in_files(source: program.Source, path: Path, allow_differences: bool) -> program.Source:
+    from zeroaccel.checkpoint.source_layout import as_in_files  # imports torch and transformers
+
+    return as_in_files(source, path, allow_differences=allow_differences)
 
 
 _LEFT, _WIDTH, _BAR, _GAP = 330, 640, 14, 6

@@ -2,7 +2,8 @@
 
 `run_job` runs a `zeroaccel launch` as a child process and reads the JSON lines it prints; `doctor` uses it as well.
 `test` trains the model of `smoke` at every stage; `verify` runs the user's script twice, at stage 0 and as configured,
-with `zeroaccel.setup.orders` recording losses and norms inside the ranks.
+with `zeroaccel.setup.orders` recording losses and norms inside the ranks. If ranks share sequences, it runs the script
+a third time, on whole sequences; the launcher's `ordered_settings` changes the number of processes.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def _told(result: dict, *, on_cpu: bool) -> tuple[str, str, bool]:  # type: igno
     return name, f"FAILED: other losses than stage 0 ({seconds})", True
 
 
-_VARIABLE = "ZEROACCEL_VERIFY"  # the same as in `zeroaccel.setup.orders`, which imports torch
+VARIABLE = "ZEROACCEL_VERIFY"  # the same as in `zeroaccel.setup.orders`, which imports torch
 
 
 # Keys that replace the config's in the simplest run with the same numbers; the stage is added.
@@ -137,6 +138,7 @@ class Record:
     accumulation: int
     losses: tuple[float, ...]
     norm: float | None
+    half: bool = False
 
     @property
     def plain_stage(self) -> int:
@@ -167,7 +169,11 @@ def verify(steps: int, arguments: tuple[str, ...]) -> int:
     gradient accumulation: stages 0 and 1 add gradients in another order there. The script must set its seeds.
     After the steps, it ends with success at the end of engine.step().
 
-    Exits with 0 if all losses and gradient norms are the same to the last bit, and with 1 if they are not.
+    With --sp_size N, a last run trains on whole sequences, with one process for each N. Its sums have another order, so
+    losses and norms may differ by rounding; the report says where they differ by more, and what to change.
+
+    Exits with 0 if all losses and gradient norms are the same to the last bit (of whole sequences: up to rounding), and
+    with 1 if they are not.
 
     \b
     Examples:
@@ -191,7 +197,7 @@ def verify(steps: int, arguments: tuple[str, ...]) -> int:
         _show(plain, chosen)
         if _values(plain) == _values(chosen):
             click.echo("the same to the last bit")
-            return 0
+            return _compare_sequences(Path(folder), steps, arguments, chosen)
 
         # Repeats the run at the same stage: without seeds, no two of its runs are equal.
         again, code = _run(Path(folder, "again"), steps, arguments, baseline)
@@ -205,14 +211,135 @@ def verify(steps: int, arguments: tuple[str, ...]) -> int:
 
 
 def _run(
-    folder: Path, steps: int, arguments: tuple[str, ...], zero: Mapping[str, Any]
+    folder: Path,
+    steps: int,
+    arguments: tuple[str, ...],
+    zero: Mapping[str, Any],
+    launch: Mapping[str, int] | None = None,
 ) -> tuple[dict[str, list[Record]], int]:
-    """Runs the script with these keys of `zero_optimization` replaced. Returns (file -> records, exit code)."""
-    order = json.dumps({"folder": str(folder), "steps": steps, "zero": dict(zero)})
-    click.echo(f"zeroaccel: {'at stage ' + str(zero['stage']) if zero else 'as configured'}:", err=True)
-    code = run_ordered(arguments, {_VARIABLE: order}, stdout=subprocess.DEVNULL)
+    """Runs the script with these keys of `zero_optimization` and settings of the launch replaced.
+
+    Returns:
+        (file -> records, exit code)
+    """
+    order = json.dumps({"folder": str(folder), "steps": steps, "zero": dict(zero), "launch": launch or {}})
+    how = f"at stage {zero['stage']}" if zero else "on whole sequences" if launch else "as configured"
+    click.echo(f"zeroaccel: {how}:", err=True)
+    code = run_ordered(arguments, {VARIABLE: order}, stdout=subprocess.DEVNULL)
     records = {path.stem: _read(path) for path in sorted(folder.glob("*.jsonl"))} if folder.is_dir() else {}
     return {name: steps for name, steps in records.items() if steps}, code
+
+
+def _compare_sequences(folder: Path, steps: int, arguments: tuple[str, ...], chosen: dict[str, list[Record]]) -> int:
+    """Compares the configured run with one on whole sequences, if ranks share sequences. Returns the exit code."""
+    size = sequence_ranks(folder / "chosen")
+    if size == 1:
+        return 0
+    ranks = 1 + max(int(name.rpartition("rank")[2]) for name in chosen)
+    launch = {"sp_size": 1, "num_processes": ranks // size}
+    whole, code = _run(folder / "whole", steps, arguments, {}, launch)
+    if code or not whole:
+        click.echo(f"zeroaccel: nothing to compare with: the script did not train with {launch}", err=True)
+        return code or 1
+    half = next(iter(chosen.values()))[0].half
+    report, is_same = compare_runs(
+        _means(whole), _means(chosen), size, _HALF if half else _ROUNDING, _apart(chosen, size)
+    )
+    click.echo(f"compared with whole sequences on {ranks // size} of {ranks} processes: sums differ by rounding")
+    click.echo(report)
+    return 0 if is_same else 1
+
+
+def sequence_ranks(folder: Path) -> int:
+    """Returns `sp_size` of the run that recorded into this folder."""
+    path = folder.with_suffix(".sp")
+    return int(path.read_text()) if path.is_file() else 1
+
+
+_ROUNDING, _HALF = 1e-4, 3e-2  # relative differences of correct runs are below these, over a few steps
+_ALIKE = 0.05  # a ratio this close to N is N
+
+_Step = tuple[float, float | None]
+
+
+def _means(records: Mapping[str, list[Record]]) -> list[_Step]:
+    """Returns each step's loss, the mean over micro-batches and ranks, and its gradient norm."""
+    return [
+        (_mean(tuple(_mean(one.losses) for one in step)), step[0].norm) for step in zip(*records.values(), strict=False)
+    ]
+
+
+def _apart(records: Mapping[str, list[Record]], size: int) -> bool:
+    """True if ranks that share a sequence report different losses in the first step."""
+    of_ranks = {int(name.rpartition("rank")[2]): steps[0].losses for name, steps in records.items()}
+    return any(losses != of_ranks.get(rank // size * size, losses) for rank, losses in of_ranks.items())
+
+
+def compare_runs(
+    whole: Sequence[_Step], cut: Sequence[_Step], size: int, tolerance: float, apart: bool
+) -> tuple[str, bool]:
+    """Returns (the table of losses and norms with what to change where they part, True if they agree).
+
+    Args:
+        apart: the ranks of a sequence report different losses.
+
+    Example:
+        >>> report, is_same = compare_runs([(4.0, 1.0)], [(8.0, 2.0)], 2, 1e-4, False)
+        >>> print(report.splitlines()[-1][:53])
+        PART at step 1: the loss is 2 times that of one rank,
+    """
+    lines = [
+        f"{'step':>4}  {'loss, whole':>14}  {f'loss, sp {size}':>14}  {'norm, whole':>14}  {f'norm, sp {size}':>14}"
+    ]
+    cure = ""
+    for number, ((loss, norm), (own_loss, own_norm)) in enumerate(zip(whole, cut, strict=False), start=1):
+        norms = [f"{'none' if one is None else format(one, '.8g'):>14}" for one in (norm, own_norm)]
+        lines.append(f"{number:>4}  {loss:>14.8g}  {own_loss:>14.8g}  {'  '.join(norms)}")
+        ratios = _ratio(own_loss, loss), _ratio(own_norm, norm)
+        if not cure and any(not abs(ratio - 1) <= tolerance for ratio in ratios):
+            cure = f"PART at step {number}: {_cure(*ratios, size, number, apart=apart)}"
+    return "\n".join([*lines, cure or "the same up to rounding"]), not cure
+
+
+def _ratio(own: float | None, reference: float | None) -> float:
+    if own is None or reference is None or own == reference:
+        return 1.0
+    return own / reference if reference else float("inf")
+
+
+def _cure(loss: float, norm: float, size: int, step: int, *, apart: bool) -> str:
+    def is_about(ratio: float, factor: float) -> bool:
+        return abs(ratio / factor - 1) < _ALIKE
+
+    mean = "loss = engine.sequence_group.mean_loss(loss, shift_labels)"
+    if step > 1:
+        return (
+            "the first step agrees, so its loss and gradients are right; a later batch or the update differs, for "
+            "example by a rank's own random numbers, or a schedule or loader that counts ranks"
+        )
+    if apart:
+        return (
+            "each rank's loss is the mean over its own tokens, whose numbers of labels differ; average over the ranks "
+            f"of a sequence: {mean}"
+        )
+    if is_about(loss, size) or is_about(norm, size):
+        what = "loss" if is_about(loss, size) else "gradient"
+        return (
+            f"the {what} is {size} times that of one rank, as if the losses of the {size} ranks of a sequence were "
+            f"added, or divided by the labels of one of them; average them: {mean}, with num_items_in_batch=N if the "
+            "model divides by N"
+        )
+    if is_about(loss, 1 / size) or is_about(norm, 1 / size):
+        what = "loss" if is_about(loss, 1 / size) else "gradient"
+        return (
+            f"the {what} is 1/{size} of that of one rank: the engine averages gradients over all ranks, and each has "
+            f"only its part of a sum; {mean[:-1]}, num_items_in_batch=N) multiplies it"
+        )
+    return (
+        "the ranks train on other tokens or labels than one rank; cut whole batches with SequenceLoader or "
+        "SequenceGroup.shard, which shift labels before the cut, and leave data to loaders that know the ranks of a "
+        "sequence"
+    )
 
 
 def _read(path: Path) -> list[Record]:
@@ -221,7 +348,7 @@ def _read(path: Path) -> list[Record]:
         data = json.loads(line)
         losses = tuple(float.fromhex(loss) for loss in data["losses"])
         norm = None if data["norm"] is None else float.fromhex(data["norm"])
-        records.append(Record(data["stage"], data["accumulation"], losses, norm))
+        records.append(Record(data["stage"], data["accumulation"], losses, norm, bool(data.get("half"))))
     return records
 
 

@@ -150,7 +150,7 @@ class EngineBase(EngineCore):
         self.checkpointer.require_intact("step")
         if boundary:
             self.checkpointer.before_update()
-        weights = self._begin_step(boundary=boundary)
+        weights = self._begin_step()
         if boundary:
             self._report.begin("step")
             with self._decided_step() as factor:
@@ -214,8 +214,6 @@ class EngineBase(EngineCore):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients accumulated since the last step."""
-        if self.weight_update is not None:
-            self.weight_update.require_own_step("engine.zero_grad()")
         self._drop_gradients()
         self._step.num_backwards = 0
 

@@ -6,6 +6,7 @@ errors. No other module of the launcher reads its environment.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -27,6 +28,7 @@ from zeroaccel.config.launch.resolution import resolve
 from zeroaccel.config.schema import Config
 from zeroaccel.errors import ConfigError, Preempted
 
+from ..verify import VARIABLE
 from .cluster_env import cluster_environment
 from .failures import exit_code, explain_failure, first_failure, preemption
 from .launch_machine import check_folders, settings_here
@@ -55,7 +57,7 @@ def run_launch(
     scheduler = cluster_environment(os.environ)  # facts about this machine, before a file that all machines share
     explicit, config = resolve(typed.settings, os.environ, scheduler, partial(_of_file, found, typed))
     explicit = settings_here(explicit, typed, config, _log)
-    settings = explicit.settings()
+    settings = ordered_settings(explicit.settings(), os.environ.get(VARIABLE))
     if not settings.starts_hosts:  # else the folders are on other machines, and each `node` checks its own
         check_folders(explicit, config)
     program = Program(
@@ -73,6 +75,16 @@ def run_launch(
         _log(f"settings from {found[0]} ({found[1]})")
     job = JobOnHosts(explicit, program) if settings.starts_hosts else JobHere(settings, program)
     return job.run(dry_run=dry_run)
+
+
+def ordered_settings(settings: LaunchSettings, order: str | None) -> LaunchSettings:
+    """Replaces settings for a run of `zeroaccel verify`, and tells it how many ranks share a sequence."""
+    if not order:
+        return settings
+    known = json.loads(order)
+    settings = settings.model_copy(update=known.get("launch", {}))
+    Path(known["folder"]).with_suffix(".sp").write_text(str(settings.sp_size or 1))
+    return settings
 
 
 def _of_file(found: tuple[Path, str] | None, typed: TypedSettings, above: ExplicitSettings) -> ExplicitSettings:

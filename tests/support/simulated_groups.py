@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar, cast
 
 import torch
@@ -25,6 +25,7 @@ from zeroaccel.comm.transport import P2PTransport
 
 T = TypeVar("T")
 _STACK_NBYTES = 1 << 20
+_PATIENCE = 60  # seconds after which a rank whose peer has failed raises
 
 
 @dataclass
@@ -73,7 +74,7 @@ class _Group:
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> _Work:
         box = self._boxes[peer, self._rank, tag]
-        return _Work(lambda: tensors[0].copy_(box.get().view_as(tensors[0])))
+        return _Work(lambda: tensors[0].copy_(box.get(timeout=_PATIENCE).view_as(tensors[0])))
 
 
 class _Boxes(defaultdict[tuple[int, int, int], "SimpleQueue[Tensor]"]):
@@ -88,8 +89,20 @@ class _Boxes(defaultdict[tuple[int, int, int], "SimpleQueue[Tensor]"]):
             return self[key] if key in self else super().__missing__(key)
 
 
-def run(world_size: int, call: Callable[[Collectives], T], *, per_node: int = 8) -> list[tuple[T, Sent]]:
-    """Runs `call` on each rank; returns its results and counts. Raises the exception of a rank."""
+def run(
+    world_size: int,
+    call: Callable[[Collectives], T],
+    *,
+    per_node: int = 8,
+    records_sizes: bool = True,
+    stack_nbytes: int = _STACK_NBYTES,
+) -> list[tuple[T, Sent]]:
+    """Runs `call` on each rank; returns its results and counts. Raises the exception of a rank.
+
+    Args:
+        records_sizes: False if the ranks' parts of a call differ in size.
+        stack_nbytes: stack of each thread; models need more than the control plane.
+    """
     boxes = _Boxes()
     results: list[Any] = [None] * world_size
     nodes = tuple(tuple(range(first, min(first + per_node, world_size))) for first in range(0, world_size, per_node))
@@ -106,19 +119,19 @@ def run(world_size: int, call: Callable[[Collectives], T], *, per_node: int = 8)
         )
         try:
             begin = time.thread_time()
-            results[rank] = call(Collectives(topology)), sent
+            results[rank] = call(Collectives(topology, records_sizes=records_sizes)), sent
             sent.seconds = time.thread_time() - begin
         except BaseException as error:
             results[rank] = error
 
-    before = threading.stack_size(_STACK_NBYTES)
+    before = threading.stack_size(stack_nbytes)
     threads = [threading.Thread(target=serve, args=(rank,)) for rank in range(world_size)]
     for thread in threads:
         thread.start()
     threading.stack_size(before)
     for thread in threads:
         thread.join()
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
+    errors = [result for result in results if isinstance(result, BaseException)]
+    for error in sorted(errors, key=lambda one: isinstance(one, Empty)):  # the cause before those that wait for it
+        raise error
     return results

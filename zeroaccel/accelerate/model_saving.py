@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from zeroaccel.accelerate.accelerator_state import AcceleratorState
-from zeroaccel.accelerate.pretrained_saving import has_conversions
 from zeroaccel.checkpoint.atomic_write import write_durably
 from zeroaccel.checkpoint.weights import parse_nbytes
-from zeroaccel.comm.agree import agreed, from_rank_0
+from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.engine import EngineBase
 from zeroaccel.errors import CheckpointError, UsageError
@@ -121,7 +120,9 @@ class ModelSaving:
     ) -> list[str]:
         """Writes the weights as `model.safetensors`, or as several files with an index. (all ranks)
 
-        Weights are streamed from the shards: no rank has more than one unsharded unit of the model at a time.
+        Weights are streamed from the shards: no rank has more than one unsharded unit of the model at a time. Weights
+        that transformers converted when it loaded them (merged experts, split projections, other names) get the names
+        and shapes of their source.
 
         Args:
             max_shard_size: maximum size of a file: a number of bytes, "10GB", "512MiB". A larger tensor gets its own
@@ -164,10 +165,7 @@ class ModelSaving:
     ) -> list[str]:
         """Writes the weights like `save_model`, and the config files that `from_pretrained` reads. (all ranks)
 
-        These are `config.json` and, if the model can generate, `generation_config.json`. A model whose weights
-        transformers converted when it loaded them (merged experts, split projections, other names) is saved with the
-        names and shapes of its source, by the model's own `save_pretrained`; rank 0's host then has the converted
-        weights of a whole model.
+        These are `config.json` and, if the model can generate, `generation_config.json`.
 
         Raises:
             UsageError: the model has no config that can be saved.
@@ -183,18 +181,11 @@ class ModelSaving:
                     expected="a transformers model with a config",
                     fix="use save_model, which writes only the weights",
                 )
-            engine = self._saved_engine(model)
-            converts = safe_serialization and engine is not None and has_conversions(engine, inner)
             if self.collectives.rank == 0:
                 for name, config in configs.items():
                     if config is not None:
                         _write_config(Path(save_directory), name, config, inner)
-        if not converts:
-            return self.save_model(model, save_directory, max_shard_size, safe_serialization)
-        inner.save_pretrained(save_directory, is_main_process=self.collectives.rank == 0, max_shard_size=max_shard_size)
-        return from_rank_0(
-            self.collectives, lambda: sorted(file.name for file in Path(save_directory).glob("*.safetensors")), "files"
-        )
+        return self.save_model(model, save_directory, max_shard_size, safe_serialization)
 
     def _saved_engine(self, model: nn.Module) -> EngineBase | None:
         inner = unwrap_model(model, keep_torch_compile=False)

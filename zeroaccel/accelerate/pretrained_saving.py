@@ -15,13 +15,12 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import json
 import mmap
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -30,12 +29,13 @@ import torch
 from torch import Tensor, nn
 
 from zeroaccel.checkpoint.save_plan import EngineState
-from zeroaccel.checkpoint.weights import FullValues, placeholder_state_dict, tensor_specs, with_ties
+from zeroaccel.checkpoint.source_layout import compare_with_source, reverted
+from zeroaccel.checkpoint.weights import Requests, placeholder_state_dict, tensor_specs, with_ties
 from zeroaccel.comm.agree import agree_or_raise, from_rank_0
 from zeroaccel.engine import EngineBase
-from zeroaccel.errors import EngineStateError, UsageError, listed
-from zeroaccel.logs import logger
+from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.nested import map_tensors
+from zeroaccel.zero.access.lazy_tensors import LazyTensor, materialized
 from zeroaccel.zero.access.load_safetensors import SafetensorsFolder
 from zeroaccel.zero.module_names import plain_modules, plain_names
 from zeroaccel.zero.tensor_subclasses import inner_tensors, is_wrapper, rewrapped
@@ -97,11 +97,14 @@ def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
             # For a quantized base model, transformers ignores the argument and calls the model's `state_dict`.
             vars(model)["state_dict"] = lambda *args, **kwargs: inside
             try:
-                result = original(*bound.args, **bound.kwargs)
+                with _converting_on_demand():
+                    result = original(*bound.args, **bound.kwargs)
             finally:
                 del vars(model)["state_dict"]
             if collectives.rank == 0 and bound.arguments.get("is_main_process", True):
-                check_names(model, Path(bound.arguments["save_directory"]))
+                folder = Path(bound.arguments["save_directory"])
+                with suppress(UsageError, OSError):  # a folder of adapters
+                    compare_with_source(model, SafetensorsFolder(folder).tensors, folder)
             return result
 
         if not on_all_ranks:
@@ -211,42 +214,6 @@ def adapter_names(engine_state: EngineState) -> frozenset[str]:
     return frozenset(from_rank_0(engine_state.job, chosen, "names of adapters"))
 
 
-def has_conversions(engine: EngineBase, model: nn.Module) -> bool:
-    """Returns True if transformers converted the model's weights when it loaded them, and reverses that at a save."""
-    library = sys.modules.get("transformers.core_model_loading")
-    base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
-    if library is None or base is None or not isinstance(model, base):
-        return False
-    state = placeholder_state_dict(engine.checkpointer.state(), exclude_frozen=False)
-    return bool(library.revert_weight_conversion(model, state).keys() != state.keys())
-
-
-def check_names(model: Any, folder: Path) -> None:
-    """Logs how the names in a folder's files differ from those in the local files that the model comes from.
-
-    A model of another class than the source's, and codes and scales of the source, are no reason for a line.
-    """
-    source = Path(getattr(getattr(model, "config", None), "_name_or_path", None) or folder)
-    if not (source / "config.json").is_file() or source.resolve() == folder.resolve():
-        return
-    try:
-        config = json.loads((source / "config.json").read_bytes())
-        before, after = SafetensorsFolder(source).tensors, SafetensorsFolder(folder).tensors
-    except (UsageError, ValueError, OSError):
-        return  # the source is gone, or has files of another format
-    if type(model).__name__ not in (config.get("architectures") or ()) or "quantization_config" in config:
-        return
-    tied = {alias for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items() for alias in pair}
-    if names := sorted(after.keys() - before.keys() - tied):
-        logger.warning(
-            "%s: %d names are not in the source %s, and servers that read its names will not find them: %s",
-            folder,
-            len(names),
-            source,
-            listed(names),
-        )
-
-
 def _engine_of(model: nn.Module) -> tuple[Any, str] | None:
     """Returns the engine that shards the model or a parent module of it, and the prefix of its names in that engine."""
     for engine in _ENGINES:
@@ -258,7 +225,6 @@ def _engine_of(model: nn.Module) -> tuple[Any, str] | None:
     return None
 
 
-_LABEL = "weights on demand"
 # Calls that need no values (_FACTS), and calls whose results share the memory (_ALIASES).
 _FACTS = frozenset(
     (
@@ -278,7 +244,7 @@ def state_dict_on_demand(engine_state: EngineState) -> Iterator[dict[str, Tensor
     and order are those of the model; tied parameters are one tensor under each of their names. Every operation that
     needs a value gathers it. The block must not call collectives.
     """
-    requests = _Requests(engine_state)
+    requests = Requests(engine_state)
     if engine_state.job.rank != 0:
         try:
             yield placeholder_state_dict(engine_state, exclude_frozen=False)
@@ -287,39 +253,11 @@ def state_dict_on_demand(engine_state: EngineState) -> Iterator[dict[str, Tensor
         return
     tensors: dict[str, Tensor] = {}
     for name, dtype, shape in tensor_specs(engine_state, exclude_frozen=False):
-        tensors[name] = _on_demand(_addresses(dtype, shape), functools.partial(requests.ask, name))
+        tensors[name] = _on_demand(requests.lazy(name, dtype, shape))
     try:
         yield with_ties(tensors, engine_state)
     finally:
         requests.end()
-
-
-class _Requests:
-    """Gathers full values by name, on all ranks in the order of rank 0's requests."""
-
-    def __init__(self, engine_state: EngineState) -> None:
-        self._ranks = engine_state.job
-        self._values = FullValues(engine_state)
-        self._is_over = False
-
-    def ask(self, name: str) -> Tensor:
-        """Gathers a full value and returns a copy in host memory. (rank 0)"""
-        if self._is_over:
-            raise EngineStateError(f"{name}: save_pretrained has ended without reading its value")
-        from_rank_0(self._ranks, lambda: name, _LABEL)
-        return self._values.value(name).to("cpu", copy=True)
-
-    def end(self) -> None:
-        """Ends `serve` on the other ranks. (rank 0)"""
-        self._is_over = True
-        from_rank_0(self._ranks, str, _LABEL)  # an empty name
-        self._values.reshard()
-
-    def serve(self) -> None:
-        """Takes part in rank 0's requests until `end`. (the other ranks)"""
-        while name := from_rank_0(self._ranks, str, _LABEL):
-            self._values.value(name)
-        self._values.reshard()
 
 
 class _OnDemand(Tensor):
@@ -329,7 +267,7 @@ class _OnDemand(Tensor):
     tied tensors. Every operation that needs values gathers them again, so that this tensor holds none.
     """
 
-    ask: Callable[[], Tensor]
+    lazy: LazyTensor
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -339,7 +277,7 @@ class _OnDemand(Tensor):
                 return func(*args, **kwargs)
             if getattr(func, "__name__", "") == "__get__" or (func in _ALIASES and _is_basic(args[1:])):
                 result = func(*args, **kwargs)
-                return _on_demand(result, args[0].ask) if isinstance(result, Tensor) else result
+                return _on_demand(args[0].lazy, result) if isinstance(result, Tensor) else result
             return func(*map_tensors(_valued, args), **map_tensors(_valued, kwargs))
 
 
@@ -350,10 +288,30 @@ def _in_full(value: Tensor) -> Tensor:
     return _valued(value)
 
 
-def _on_demand(tensor: Tensor, ask: Callable[[], Tensor]) -> Tensor:
-    wrapped = tensor.as_subclass(_OnDemand)
-    wrapped.ask = ask
+def _on_demand(lazy: LazyTensor, view: Tensor | None = None) -> Tensor:
+    wrapped = (_addresses(lazy.dtype, tuple(lazy.shape)) if view is None else view).as_subclass(_OnDemand)
+    wrapped.lazy = lazy
     return wrapped
+
+
+@contextmanager
+def _converting_on_demand() -> Iterator[None]:
+    """Lets transformers reverse its conversions without values, so that a file's values are gathered with the file."""
+    library = sys.modules["transformers.modeling_utils"]
+    original = getattr(library, "revert_weight_conversion", None)  # transformers 4 has no conversions
+
+    def revert(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        lazy = {name: value.lazy if isinstance(value, _OnDemand) else value for name, value in state.items()}
+        made = reverted(model, lazy)
+        return {name: _on_demand(value) if isinstance(value, LazyTensor) else value for name, value in made.items()}
+
+    if original is not None:
+        vars(library)["revert_weight_conversion"] = revert
+    try:
+        yield
+    finally:
+        if original is not None:
+            vars(library)["revert_weight_conversion"] = original
 
 
 def _is_basic(arguments: tuple[Any, ...]) -> bool:
@@ -373,7 +331,7 @@ def _valued(tensor: Tensor) -> Tensor:
     """Returns a copy of the value, or of the part that the tensor is a view of; returns other tensors unchanged."""
     if not isinstance(tensor, _OnDemand):
         return tensor
-    value = tensor.ask()
+    value: Tensor = materialized(tensor.lazy)
     return value.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from zeroaccel.checkpoint import zero_to_fp32
 from zeroaccel.checkpoint.atomic_write import remove_abandoned, write_durably
 from zeroaccel.checkpoint.formats.deepspeed_checkpoint import open_source
+from zeroaccel.checkpoint.source_layout import as_in_files
 from zeroaccel.config.bounds import read_at_most
 from zeroaccel.errors import CheckpointError, UsageError
 from zeroaccel.zero.access.safetensors_file import are_other_codes, dtype_name
@@ -151,6 +152,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     safe_serialization: bool | None = None,
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
+    *,
+    like: str | os.PathLike[str] | None = None,
+    allow_differences: bool = False,
     **options: Any,
 ) -> list[Path]:
     """Writes a checkpoint's unsharded weights to files, streaming, like `zeroaccel zero-to-fp32`.
@@ -158,6 +162,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     Args:
         output_dir: a folder, or a file name with the suffix .safetensors, .bin or .pt.
         safe_serialization: True or None for safetensors files in a folder, False for .bin files.
+        like: a folder or index of model files; the output gets their names, shapes and layout.
+        allow_differences: with `like`, print which names differ instead of raising an error.
         options: `dtype`, `only`, `workers` of `zero_to_fp32.Options`.
 
     Returns:
@@ -173,4 +179,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         conversion = zero_to_fp32.Options(
             form=form, max_shard_nbytes=limit, exclude_frozen=exclude_frozen_parameters, **options
         )
-        return zero_to_fp32.convert(open_source(checkpoint_dir, tag), Path(output_dir), conversion)
+        source = open_source(checkpoint_dir, tag)
+        if like is not None:
+            source = as_in_files(source, Path(like), allow_differences=allow_differences)
+        return zero_to_fp32.convert(source, Path(output_dir), conversion)

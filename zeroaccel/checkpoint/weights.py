@@ -7,6 +7,7 @@ writes files of limited size with an index, planned from the shapes alone. Check
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -22,10 +23,13 @@ from torch import Tensor
 from zeroaccel.checkpoint import zero_to_fp32
 from zeroaccel.checkpoint.atomic_write import NewFile, remove_abandoned, write_all, write_durably
 from zeroaccel.checkpoint.consolidate import named_errors
-from zeroaccel.checkpoint.save_plan import EngineState, persistent_buffers, shared_buffers
+from zeroaccel.checkpoint.save_plan import EngineState, code_names, persistent_buffers, shared_buffers
+from zeroaccel.checkpoint.source_layout import compare_with_source, renamed, reverted
 from zeroaccel.checkpoint.zero_to_fp32 import CHUNK_NBYTES
-from zeroaccel.comm.agree import agreed
-from zeroaccel.errors import CheckpointError
+from zeroaccel.comm.agree import agreed, from_rank_0
+from zeroaccel.comm.collectives import Collectives
+from zeroaccel.errors import CheckpointError, EngineStateError
+from zeroaccel.zero.access.lazy_tensors import Box, LazyTensor, Node, materialized
 from zeroaccel.zero.access.safetensors_file import dtype_name, lay_out_tensors
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit, ShardState
 from zeroaccel.zero.quantized_weights import join_wrappers
@@ -51,32 +55,20 @@ def save_weights(path: Path, engine_state: EngineState, *, exclude_frozen: bool)
     Raises:
         CheckpointError: the suffix is unknown, or the disk is full or fails; raised on every rank.
     """
-    tensors = all_tensor_specs(engine_state, exclude_frozen=exclude_frozen)
-
-    stream_into(
-        path.parent,
-        lambda: _writer_of(path, tensors, engine_state),
-        engine_state,
-        exclude_frozen=exclude_frozen,
-    )
+    output = Output(engine_state, exclude_frozen=exclude_frozen)
+    stream_into(path.parent, lambda: _writer_of(path, output.specs, output), output, engine_state.job)
 
 
-def _writer_of(
-    path: Path, tensors: Sequence[TensorSpec], engine_state: EngineState
-) -> PickledWeights | StreamedWeights:
+def _writer_of(path: Path, tensors: Sequence[TensorSpec], output: Output) -> PickledWeights | StreamedWeights:
     if path.suffix in _PICKLES:
-        return PickledWeights(path, engine_state)
+        return PickledWeights(path, output)
     if path.suffix != ".safetensors":
         raise CheckpointError(f"{path}", expected="a name ending in .safetensors, .bin, .pt or .pth")
-    return StreamedWeights(path, tensors, engine_state.ties)
+    return StreamedWeights(path, tensors, output.ties)
 
 
 def stream_into(
-    folder: Path,
-    open_writer: Callable[[], WeightsWriter],
-    engine_state: EngineState,
-    *,
-    exclude_frozen: bool,
+    folder: Path, open_writer: Callable[[], WeightsWriter], output: Output, collectives: Collectives
 ) -> None:
     """Creates `folder` and passes all full weights to a writer, on rank 0. (all ranks)
 
@@ -87,12 +79,12 @@ def stream_into(
         CheckpointError: the disk is full or fails, or the writer raised an error; raised on every rank.
     """
     writer: WeightsWriter | None = None
-    with agreed(engine_state.job, f"save {folder.name}: folder"), _named_errors(folder):
-        if engine_state.job.rank == 0:
+    with agreed(collectives, f"save {folder.name}: folder"), _named_errors(folder):
+        if collectives.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             writer = open_writer()
     error: Exception | None = None
-    for name, value in _streamed(engine_state, exclude_frozen=exclude_frozen):
+    for name, value in output:
         try:
             if writer is not None and error is None:
                 writer.add(name, value)
@@ -100,12 +92,13 @@ def stream_into(
             # The other ranks wait for rank 0 in the next all-gather, so it joins the remaining ones and raises at the
             # end, where all ranks agree.
             error = raised
-    with agreed(engine_state.job, f"save {folder.name}: write"), _named_errors(folder):
+    with agreed(collectives, f"save {folder.name}: write"), _named_errors(folder):
         try:
             if error is not None:
                 raise error
             if writer is not None:
                 writer.finish()
+                output.compare(folder)
         finally:
             if writer is not None:
                 writer.close()
@@ -199,6 +192,102 @@ class FullValues:
             self._open = None
 
 
+class Requests:
+    """Gathers full values by name, on all ranks in the order of rank 0's requests, which `lazy` tensors make."""
+
+    _LABEL = "weights on demand"
+
+    def __init__(self, engine_state: EngineState) -> None:
+        self._ranks = engine_state.job
+        self._values = FullValues(engine_state)
+        self._is_over = False
+
+    def lazy(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> LazyTensor:
+        """Returns a tensor without values in memory, which gathers them when they are read on rank 0."""
+        return LazyTensor(_Gathered(functools.partial(self._ask, name), shape, dtype))
+
+    def _ask(self, name: str) -> Tensor:
+        if self._is_over:
+            raise EngineStateError(f"{name}: the save has ended without reading its value")
+        from_rank_0(self._ranks, lambda: name, self._LABEL)
+        return self._values.value(name)
+
+    def end(self) -> None:
+        """Ends `serve` on the other ranks. (rank 0)"""
+        self._is_over = True
+        from_rank_0(self._ranks, str, self._LABEL)  # an empty name
+        self._values.reshard()
+
+    def serve(self) -> None:
+        """Takes part in rank 0's requests until `end`. (the other ranks)"""
+        while name := from_rank_0(self._ranks, str, self._LABEL):
+            self._values.value(name)
+        self._values.reshard()
+
+
+class _Gathered(Node):
+    """A parameter or buffer of the engine."""
+
+    def __init__(self, ask: Callable[[], Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        super().__init__(shape, dtype)
+        self._ask = ask
+
+    def fill(self, box: Box, out: Tensor) -> None:
+        out.copy_(self._ask()[tuple(slice(*ends) for ends in box)])
+
+
+class Output:
+    """The model's full tensors under the names that files get: those of the source, if transformers converted them.
+
+    Attributes:
+        specs: name, dtype and shape of each tensor, by descending item size.
+        ties: alias -> name of the same tensor.
+    """
+
+    def __init__(self, engine_state: EngineState, *, exclude_frozen: bool) -> None:
+        """Plans the output. (all ranks)"""
+        self._state, self._exclude_frozen = engine_state, exclude_frozen
+        self._requests = Requests(engine_state)
+        self._converted: dict[str, Tensor] | None = None
+        self.ties: Mapping[str, str] = engine_state.ties
+        if engine_state.whole_model is None and not code_names(engine_state.model):
+            own = {spec[0]: self._requests.lazy(*spec) for spec in self._own_specs()}
+            files = reverted(engine_state.model, own)
+            if any(own.get(name) is not value for name, value in files.items()):
+                self._converted = dict(sorted(files.items(), key=lambda item: -item[1].element_size()))
+                rename = functools.partial(renamed, engine_state.model)
+                self.ties = {rename(alias): rename(name) for alias, name in engine_state.ties.items()}
+        self.specs = [spec for _, spec in _specs_by_rank(engine_state, exclude_frozen=exclude_frozen)]
+        if self._converted is not None:
+            self.specs = [(name, value.dtype, tuple(value.shape)) for name, value in self._converted.items()]
+
+    def _own_specs(self) -> Iterator[TensorSpec]:
+        return tensor_specs(self._state, exclude_frozen=self._exclude_frozen)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields names and values on rank 0, each valid until the next; the other ranks take part. (all ranks)"""
+        if self._converted is None:
+            yield from _streamed(self._state, exclude_frozen=self._exclude_frozen)
+        elif self._state.job.rank != 0:
+            self._requests.serve()
+        else:
+            try:
+                for name, value in self._converted.items():
+                    yield name, materialized(value)
+            finally:
+                self._requests.end()
+
+    def under_all_names(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns tensors under all of their names."""
+        if self._converted is None:
+            return with_ties(tensors, self._state)
+        return {**tensors, **{alias: tensors[name] for alias, name in self.ties.items() if name in tensors}}
+
+    def compare(self, folder: Path) -> None:
+        """Logs names that the source of a transformers model does not have. (rank 0)"""
+        compare_with_source(self._state.model, {name for name, _, _ in self.specs}, folder)
+
+
 def _streamed(
     engine_state: EngineState, *, exclude_frozen: bool, also: Collection[str] = ()
 ) -> Iterator[tuple[str, Tensor]]:
@@ -234,11 +323,6 @@ def _specs_by_rank(
         for spec in specs:
             first.setdefault(spec[0], (rank, spec))
     return sorted(first.values(), key=lambda item: -item[1][1].itemsize)
-
-
-def all_tensor_specs(engine_state: EngineState, *, exclude_frozen: bool) -> list[TensorSpec]:
-    """Returns name, dtype and shape of all tensors of the model, in the order of the output. (all ranks)"""
-    return [spec for _, spec in _specs_by_rank(engine_state, exclude_frozen=exclude_frozen)]
 
 
 def tensor_specs(
@@ -299,9 +383,9 @@ class StreamedWeights:
 class PickledWeights:
     """Collects copies in host memory and writes them at the end, with `torch.save`."""
 
-    def __init__(self, path: Path, engine_state: EngineState) -> None:
+    def __init__(self, path: Path, output: Output) -> None:
         self._path = path
-        self._engine_state = engine_state
+        self._output = output
         self._tensors: dict[str, Tensor] = {}
 
     def add(self, name: str, value: Tensor) -> None:
@@ -312,7 +396,7 @@ class PickledWeights:
         """Writes the file, flushes it and gives it its final name."""
         with NewFile(self._path) as new, os.fdopen(new.handle, "wb", closefd=False) as file:
             try:
-                torch.save(with_ties(self._tensors, self._engine_state), file)
+                torch.save(self._output.under_all_names(self._tensors), file)
             except RuntimeError as error:
                 if isinstance(error.__context__, OSError):  # torch hides the error of a full disk behind its own
                     raise error.__context__ from None
@@ -391,13 +475,9 @@ def save_model_files(
         CheckpointError: the folder is not writable; raised on every rank.
     """
     suffix = ".bin" if pickled else ".safetensors"
-    files = plan_files(all_tensor_specs(engine_state, exclude_frozen=exclude_frozen), max_nbytes, suffix)
-    stream_into(
-        folder,
-        lambda: _ShardedWeights(folder, files, engine_state),
-        engine_state,
-        exclude_frozen=exclude_frozen,
-    )
+    output = Output(engine_state, exclude_frozen=exclude_frozen)
+    files = plan_files(output.specs, max_nbytes, suffix)
+    stream_into(folder, lambda: _ShardedWeights(folder, files, output), output, engine_state.job)
     names = [file.name for file in files]
     return names if len(files) == 1 else [*names, _index_name(suffix)]
 
@@ -405,8 +485,8 @@ def save_model_files(
 class _ShardedWeights:
     """Writes the files one after the other; opens each at its first tensor."""
 
-    def __init__(self, folder: Path, files: Sequence[ModelFile], engine_state: EngineState) -> None:
-        self._folder, self._files, self._engine_state = folder, files, engine_state
+    def __init__(self, folder: Path, files: Sequence[ModelFile], output: Output) -> None:
+        self._folder, self._files, self._output = folder, files, output
         self._open: WeightsWriter | None = None
         self._num_written = 0
         self._num_missing = 0  # number of tensors that the open file still needs
@@ -415,7 +495,7 @@ class _ShardedWeights:
         if self._open is None:
             file = self._files[self._num_written]
             self._num_missing = len(file.tensors)
-            self._open = _writer_of(self._folder / file.name, file.tensors, self._engine_state)
+            self._open = _writer_of(self._folder / file.name, file.tensors, self._output)
         self._open.add(name, value)
         self._num_missing -= 1
         if self._num_missing == 0:
@@ -432,7 +512,7 @@ class _ShardedWeights:
         # them any more.
         if len(self._files) > 1:
             names = {name: file.name for file in self._files for name, _, _ in file.tensors}
-            ties = self._engine_state.ties if suffix == ".bin" else {}
+            ties = self._output.ties if suffix == ".bin" else {}
             aliases = {alias: names[first] for alias, first in ties.items() if first in names}
             total = sum(file.nbytes for file in self._files)
             content = {"metadata": {"total_size": total}, "weight_map": {**names, **aliases}}

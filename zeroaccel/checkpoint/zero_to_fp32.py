@@ -1134,15 +1134,23 @@ def _make_parser(program: str) -> argparse.ArgumentParser:
     add("--max_shard_size", "--max-shard-size", type=parse_nbytes, default="5GB", help="largest file in a folder (5GB)")
     add("--exclude_frozen_parameters", "--exclude-frozen-parameters", action="store_true", help="omit frozen weights")
     add("--only", action="append", default=[], metavar="PATTERN", help="names to write, e.g. '*lora_*'; repeatable")
+    add("--like", type=Path, metavar="MODEL", help="write names, shapes and layout of these files: a folder or index")
+    add("--allow-differences", "--allow_differences", action="store_true", help="list names that differ from MODEL's")
     add("--workers", type=_positive, default=Options.workers, help="number of parallel readers (default: %(default)s)")
     add("--dry-run", "--dry_run", action="store_true", help="print the files and their sizes without writing them")
     return parser
 
 
 def run(
-    arguments: Sequence[str], program: str, open_source: Callable[[Path, str | None], Source] = read_source
+    arguments: Sequence[str],
+    program: str,
+    open_source: Callable[[Path, str | None], Source] = read_source,
+    as_in_files: Callable[[Source, Path, bool], Source] | None = None,
 ) -> list[Path]:
     """Runs a command line; returns the files that it wrote.
+
+    Args:
+        as_in_files: implements --like, which needs torch and transformers.
 
     Raises:
         ConversionError, ArgumentsError: see `convert`.
@@ -1150,7 +1158,13 @@ def run(
     parsed = _make_parser(program).parse_args(arguments)
     if parsed.safe_serialization and parsed.format == "bin":
         raise ArgumentsError("--safe_serialization and --format bin contradict each other; pass one of them")
+    if parsed.allow_differences and parsed.like is None:
+        raise ArgumentsError("--allow-differences compares names with those of --like MODEL; pass both")
+    if parsed.like is not None and as_in_files is None:
+        raise ArgumentsError("--like needs the package: run `zeroaccel zero-to-fp32` with the same arguments")
     source = open_source(parsed.checkpoint_dir, parsed.tag)
+    if parsed.like is not None and as_in_files is not None:
+        source = as_in_files(source, parsed.like, parsed.allow_differences)
     print(f"Processing zero checkpoint at {source.tag}")
     print(f"Detected checkpoint of type zero stage {source.stage}, world_size: {source.world_size}", flush=True)
     options = Options(

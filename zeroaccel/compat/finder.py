@@ -156,6 +156,33 @@ def _rows_on_any_device(original: Any) -> Any:
     return collect
 
 
+def _with_token_counts(original: Any) -> Any:
+    """Returns a `get_batch_samples` whose micro-batches weigh as many tokens as they have, if ranks share sequences."""
+
+    @functools.wraps(original)
+    def get(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        batches, items = original(trainer, *args, **kwargs)
+        mesh = getattr(trainer.accelerator, "parallelism_config", None)
+        if batches and mesh is not None and mesh.sp_enabled:
+            import_module("zeroaccel.compat.ulysses_sp").weigh_tokens(trainer, batches)
+        return batches, items
+
+    return get
+
+
+def _with_all_ranks(original: Any) -> Any:
+    """Returns a check of a mesh that first fills it up: with `sp_size` alone, the other ranks train other samples."""
+
+    @functools.wraps(original)
+    def validate(mesh: Any, accelerator: Any) -> None:
+        rest, left = divmod(accelerator.num_processes, mesh.total_size)
+        if mesh.sp_size > 1 and not left and mesh.data_parallel_size == 1:
+            mesh._set_size("dp_shard", rest)
+        original(mesh, accelerator)
+
+    return validate
+
+
 def _left_to_the_engine(original: Any) -> Any:
     """Returns a check that refuses no layers: the engine's sequence parallelism knows them, or refuses them by name."""
     return functools.wraps(original)(lambda model: None)
@@ -173,14 +200,44 @@ def _by_ranges(original: Any) -> Any:
     return staticmethod(load)
 
 
+def _dequantizing(original: Any) -> Any:
+    """Returns a quantizer's constructor, which prepares weights that stay codes in the model's own layers."""
+
+    @functools.wraps(original)
+    def init(quantizer: Any, *args: Any, **kwargs: Any) -> None:
+        original(quantizer, *args, **kwargs)
+        import_module("zeroaccel.compat.transformers_loading").dequantize(quantizer)
+
+    return init
+
+
+def _in(module: str, name: str) -> Callable[[Any], Any]:
+    """Returns a patch, and imports it on its first use."""
+    return lambda original: getattr(import_module(f"zeroaccel.compat.{module}"), name)(original)
+
+
 _PATCHED: Mapping[str, Sequence[tuple[str, str, Callable[[Any], Any]]]] = {
     "accelerate.accelerator": [("", "_refuse_recurrent_layers_under_sequence_parallelism", _left_to_the_engine)],
+    "accelerate.parallelism_config": [("ParallelismConfig", "_validate_accelerator", _with_all_ranks)],
+    "accelerate.checkpointing": [
+        ("", "save_accelerator_state", _in("loader_positions", "saving")),
+        ("", "load_accelerator_state", _in("loader_positions", "loading")),
+    ],
+    "accelerate.data_loader": [
+        ("DataLoaderShard", "__iter__", _in("loader_positions", "follow")),
+        ("DataLoaderDispatcher", "__iter__", _in("loader_positions", "follow")),
+        ("", "skip_first_batches", _in("loader_positions", "skipping")),
+    ],
     "accelerate.utils.deepspeed": [("HfDeepSpeedConfig", "__init__", _with_places)],
     "transformers.modeling_utils": [
         ("PreTrainedModel", "from_pretrained", _sharded_while_loading),
         ("PreTrainedModel", "_load_pretrained_model", _by_ranges),
     ],
-    "transformers.trainer": [("Trainer", "train", _saving_states)],
+    "transformers.quantizers.base": [("HfQuantizer", "__init__", _dequantizing)],
+    "transformers.trainer": [
+        ("Trainer", "train", _saving_states),
+        ("Trainer", "get_batch_samples", _with_token_counts),
+    ],
     "peft.tuners.trainable_tokens.layer": [("TrainableTokensLayer", "_collect_token_weights", _rows_on_any_device)],
 }
 """Module -> (class, method, function that returns its replacement), for each patch; "" for the module's functions."""

@@ -28,14 +28,35 @@ from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import init_process_group
 from zeroaccel.compat.deepspeed_init import DeepSpeedInit
+from zeroaccel.compat.library_config import from_library
+from zeroaccel.config import load_config
 from zeroaccel.errors import CheckpointError, UsageError, listed
 from zeroaccel.logs import logger
-from zeroaccel.zero.access.deferred_init import note_places
+from zeroaccel.zero.access.coded_weights import CODES, as_codes
+from zeroaccel.zero.access.deferred_init import ModuleShards, ShardTarget, note_places
 from zeroaccel.zero.access.lazy_tensors import LazyTensor, Loaded, Stored
 from zeroaccel.zero.access.load_safetensors import SafetensorsFolder, load_buffer, load_module
 from zeroaccel.zero.access.safetensors_file import tensor_locations
+from zeroaccel.zero.from_config import DTYPES
 
 _CONVERSIONS = "transformers.core_model_loading"
+_DEQUANTIZED = ("fp8", "mxfp8", "mxfp4")
+
+
+def codes_dtype() -> torch.dtype | None:
+    """Returns the dtype to compute in with frozen weights that stay codes; None if the job's config decodes them."""
+    source = sys.modules["transformers.integrations.deepspeed"].deepspeed_config()
+    if source is None:
+        return None
+    settings = load_config(from_library(source), unknown_keys="lenient")
+    return DTYPES[settings.precision] if settings.zero_optimization.frozen_weights == "codes" else None
+
+
+def dequantize(quantizer: Any) -> None:
+    """Makes a quantizer describe decoded weights on any device, in jobs whose config stores them as codes."""
+    quantization = quantizer.quantization_config
+    if quantizer.pre_quantized and _method(quantization) in _DEQUANTIZED and codes_dtype() is not None:
+        quantization.dequantize = True
 
 
 def load(
@@ -103,17 +124,22 @@ def _is_for_ranges(files: Sequence[str] | None, load_config: Any) -> bool:
     deepspeed = sys.modules["transformers.integrations.deepspeed"]
     library = sys.modules.get(_CONVERSIONS)  # transformers 4 has no such module
     quantizer = load_config.hf_quantizer
-    if not files or not hasattr(library, "set_param_for_module") or not deepspeed.is_deepspeed_zero3_enabled():
+    if not files or not hasattr(library, "set_param_for_module"):
+        return False
+    if not deepspeed.is_deepspeed_zero3_enabled() and codes_dtype() is None:
         return False
     if quantizer is not None and not (quantizer.pre_quantized and _dequantizes(quantizer.quantization_config)):
         return False
     return load_config.device_map is None and all(map(_has_ranges, map(str, files)))
 
 
+def _method(quantization: Any) -> str:
+    return str(getattr(quantization.quant_method, "value", quantization.quant_method))
+
+
 def _dequantizes(quantization: Any) -> bool:
     """True if the library computes plain weights from codes and scales, by functions that are known to be exact."""
-    method = getattr(quantization.quant_method, "value", quantization.quant_method)
-    return method in ("fp8", "mxfp4") and getattr(quantization, "dequantize", False) is True
+    return _method(quantization) in _DEQUANTIZED and getattr(quantization, "dequantize", False) is True
 
 
 def _refuse_codes(files: Sequence[str]) -> None:
@@ -206,6 +232,24 @@ class _Targets:
             if target.is_floating_point() and 1 in (dtype.itemsize, target.dtype.itemsize):
                 self._misfits.append(f"{name}: {dtype} in the files, {target.dtype} in the model")
 
+    def keep_codes(self, model: Any, dtype: torch.dtype, device: torch.device) -> None:
+        """Replaces parameters whose values come from codes by `CodedWeight`s.
+
+        Args:
+            dtype: dtype to compute in.
+            device: device that computes.
+        """
+        names = {module: name for name, module in model.named_modules()}
+        for module, values in self.parameters.items():
+            for own, value in list(values.items()):
+                made = as_codes(f"{names[module]}.{own}", value, dtype, device)
+                if made is not None:
+                    weight, codes = made
+                    weight._is_hf_initialized = True  # type: ignore[attr-defined]
+                    module._parameters[own] = weight
+                    del values[own]
+                    values[f"{own}.{CODES}"] = codes
+
     def check(self, values: Mapping[str, Tensor], files: Sequence[Path], num_missing: int) -> None:
         """Raises UsageError if the files belong to another model, or have codes without known scales."""
         found = sum(map(len, self.parameters.values())) + len(self.buffers) + self.num_mismatches
@@ -230,12 +274,16 @@ def _fill(model: Any, targets: _Targets, safe: SafetensorsFolder, collectives: C
     deepspeed = sys.modules["transformers.integrations.deepspeed"]
     # For parameters on the meta device, where transformers builds models with a quantization config.
     shards = DeepSpeedInit(config_dict_or_path=deepspeed.deepspeed_config()).shards
-    assert shards is not None, "stage 3 without zero.Init"
+    if shards is None:  # below stage 3, as transformers does
+        shards = ModuleShards(collectives, ShardTarget(None, torch.device("cpu")))
     started = time.perf_counter()
+    whole = not deepspeed.is_deepspeed_zero3_enabled()
+    if (dtype := codes_dtype()) is not None:
+        targets.keep_codes(model, dtype, init_process_group().device)
     total = sum(each.numel() * each.element_size() for each in _values(targets))
     with agreed(collectives, "from_pretrained: read"), torch.no_grad(), closing(safe), _bar(total, collectives) as show:
         for module, values in targets.parameters.items():
-            load_module(module, values, shards)
+            load_module(module, values, shards, whole=whole)
             show(sum(each.numel() * each.element_size() for each in values.values()))
         for (module, own), value in targets.buffers.items():
             load_buffer(module, own, value, shards.destination.device)

@@ -5,6 +5,7 @@ Supports any attention of transformers, including "eager", and padding masks, wh
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zeroaccel.compat import parallel_state_sp
 from zeroaccel.errors import UsageError
-from zeroaccel.parallel.sequence import SequenceLoader
+from zeroaccel.parallel.sequence import IGNORED_LABEL, SHIFTED_LABELS, SequenceLoader
 from zeroaccel.parallel.ulysses import UlyssesAttention
 
 __all__ = [
@@ -109,10 +110,64 @@ class UlyssesSPDataLoaderAdapter(SequenceLoader):
         if self._batches is None:
             self._batches = super().__iter__()
         try:
-            return next(self._batches)
+            batch = next(self._batches)
         except StopIteration:
             self._batches = None
             raise
+        self._left -= 1
+        if self._ends:  # accelerate's loader, which closes the step at its last batch; here, several runs follow
+            self.loader.end_of_dataloader = not self._left  # type: ignore[attr-defined]
+        return batch
+
+    def _next(self, batches: Iterator[Any]) -> list[dict[str, Any]]:
+        runs = super()._next(batches)
+        self._left, self._ends = len(runs), getattr(self.loader, "end_of_dataloader", False)
+        return runs
+
+
+def weigh_tokens(trainer: Any, batches: Sequence[dict[str, Any]]) -> None:
+    """Adds `num_items_in_batch` to the micro-batches of a step, so that the step's loss is the mean over its tokens.
+
+    transformers' Trainer takes the mean over each micro-batch's tokens, and then the mean of these; without sequence
+    parallelism it divides all sums by the tokens of the step. Its formula under sequence parallelism is
+
+        sum over ranks r of (sum_r / items_r) n_r / n, divided by the number of micro-batches A
+
+    with n_r of n labels of a micro-batch on rank r. With items_r = n_r N / (n A D) it is D sum / N, for N labels in the
+    step on D groups of ranks, whose gradients the engine averages.
+
+    Raises:
+        UsageError: the Trainer has a loss of its own, which it would not call.
+    """
+    for name in ("compute_loss_func", "label_smoother"):
+        if getattr(trainer, name, None) is not None:
+            raise UsageError(
+                f"Trainer: {'label_smoothing_factor' if name == 'label_smoother' else name}",
+                expected="none: with sequence parallelism, Trainer calls only the loss of the model",
+                got="one",
+                fix="compute it in the model's forward from shift_labels, or train with sp_size=1",
+            )
+    group = parallel_state_sp.sequence_group()
+    if SHIFTED_LABELS not in batches[0] or not _counts_items(trainer):
+        return
+    own = torch.stack([(batch[SHIFTED_LABELS] != IGNORED_LABEL).sum() for batch in batches])
+    of_batches = group.gather(own.view(1, 1, -1))[0].sum(0)
+    total, shares = of_batches.sum(), 1
+    if trainer.args.average_tokens_across_devices:
+        total = trainer.accelerator.gather(own.sum()).sum()
+        shares = trainer.args.world_size // group.size
+    items = own * total / (of_batches.clamp(min=1) * len(batches) * shares)
+    for batch, count in zip(batches, items.clamp(min=1e-9).unbind(), strict=True):
+        batch["num_items_in_batch"] = count
+
+
+def _counts_items(trainer: Any) -> bool:
+    """True if Trainer passes `num_items_in_batch` to this model without sequence parallelism."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    model = getattr(model, "get_base_model", lambda: model)()
+    parameters = inspect.signature(model.forward).parameters.values()
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return bool(getattr(model, "accepts_loss_kwargs", takes_any))
 
 
 def sequence_tiled_compute(

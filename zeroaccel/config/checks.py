@@ -153,20 +153,12 @@ def _clipping_needs_norm(config: Config) -> _Found:
         )
 
 
-@_check(
-    "zero_optimization.stage",
-    "zero_optimization.offload_optimizer",
-    "gradient_clipping",
-    "managed_gradient_accumulation",
-    "fp16.enabled",
-    "bf16",
-    "torch_autocast",
-)
-def _early_updates_skip_no_step(config: Config) -> _Found:
-    """Finds settings that update during backward, but need all gradients to clip them or to skip the step."""
+@_check("zero_optimization.stage", "zero_optimization.offload_optimizer")
+def _updates_on_the_host(config: Config) -> _Found:
+    """Finds `update_during` without an update on the host."""
     offload = config.zero_optimization.offload_optimizer
     path: KeyPath = ("zero_optimization", "offload_optimizer", "update_during")
-    if offload is None or offload.update_during == "step":
+    if offload is None or offload.update_during in ("auto", "step"):
         return
     if tier_plan(config).optimizer == "device":
         where = 'offload_optimizer.device is "none"' if offload.device == "none" else "nothing is offloaded at stage 0"
@@ -175,27 +167,6 @@ def _early_updates_skip_no_step(config: Config) -> _Found:
             text=f'"{offload.update_during}" applies to updates on the host, but {where}',
             fix=f'{_TO_HOST[offload.device == "none"]}, or update_during to "step"',
         )
-    if offload.update_during != "backward":
-        return
-    # Each of these needs all gradients in step(), when an update during backward has already applied some of them.
-    reasons = {
-        f"gradient_clipping is {config.gradient_clipping}, which requires the norm of all gradients": (
-            config.gradient_clipping > 0,
-            "set gradient_clipping to 0",
-        ),
-        "fp16 skips a step whose gradients overflow": (config.scales_loss, "use bf16"),
-        "bf16.check_grad_overflow skips a step whose gradients are not finite": (
-            config.bf16.enabled and config.bf16.check_grad_overflow,
-            "set bf16.check_grad_overflow to false",
-        ),
-        "without managed_gradient_accumulation, any backward may be the last before step()": (
-            not config.managed_gradient_accumulation,
-            "set managed_gradient_accumulation to true",
-        ),
-    }
-    for reason, (holds, fix) in reasons.items():
-        if holds:
-            yield Problem(path, text=f'"backward" is not possible: {reason}', fix=f'{fix}, or update_during to "step"')
 
 
 @_check("zero_optimization.stage", "zero_optimization.offload_param", "zero_optimization.offload_optimizer")

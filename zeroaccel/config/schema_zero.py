@@ -38,10 +38,16 @@ def _stage(value: object) -> int:
     raise wrong("0, 1, 2 or 3")
 
 
+def _update_time(value: object) -> object:
+    if lowered(value) == "backward":
+        raise wrong('"forward", with the same bits: an update during backward could not be clipped or skipped')
+    return lowered(value)
+
+
 Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_stage)]
 Device = Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(lowered)]
-UpdateDuring = Annotated[Literal["step", "backward", "next_step"], BeforeValidator(lowered)]
-FrozenFormat = Annotated[Literal["int8", "nf4", "mxfp4"], BeforeValidator(lowered)]
+UpdateDuring = Annotated[Literal["auto", "step", "forward", "next_step"], BeforeValidator(_update_time)]
+FrozenFormat = Annotated[Literal["int8", "nf4", "mxfp4", "codes"], BeforeValidator(lowered)]
 Interval = Annotated[
     int | Literal["auto"],
     checked(
@@ -84,8 +90,8 @@ class OffloadOptimizer(ConfigSection):
     """Write the previous tile during the update of the current one."""
     fast_init: Flag = False
     """Create the files of "nvme" without writing them first."""
-    update_during: UpdateDuring = "step"
-    """"step" updates in step(), "backward" as soon as a gradient is complete, "next_step" during the next step."""
+    update_during: UpdateDuring = "auto"
+    """"step" updates in step(), "forward" in the next forward (same results), "next_step" one step late."""
     ratio: Fraction | None = None
     """Fraction of each update on the host's cores, 0 to 1; by default measured if a CUDA device can do the rest."""
     super_offload: Flag = False
@@ -244,7 +250,7 @@ class ZeroOptimization(ConfigSection):
     zero_quantized_nontrainable_weights: Flag = False
     """Store frozen parameters as 8-bit integers (stage 3)."""
     frozen_weights: FrozenFormat | None = None
-    """Quantize frozen weight matrices: "int8", "nf4" or "mxfp4" (stages 0 to 3)."""
+    """Quantize frozen weight matrices: "int8", "nf4" or "mxfp4"; "codes" keeps a checkpoint's (stages 0 to 3)."""
     zero_quantized_gradients: Flag = False
     """Reduce the gradients as 4-bit integers (stage 3)."""
     zeropp_loco_param: FreeSection = None

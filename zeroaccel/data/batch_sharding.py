@@ -7,12 +7,16 @@ torch nor a process group; the same order gives the same rounds on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 T = TypeVar("T")
+
+BALANCED_ROUNDS: Final = 64
+"""Number of rounds whose samples `balanced_items` reorders together."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ class ShardingRules:
         drop_last: drop an incomplete round.
         batch_size: number of samples per batch of the order; None for batches of different sizes, which are not
             divided.
+        balanced: the order is that of `balanced_items`.
     """
 
     world_size: int
@@ -33,6 +38,7 @@ class ShardingRules:
     even: bool = True
     drop_last: bool = False
     batch_size: int | None = None
+    balanced: bool = False
 
     @property
     def part(self) -> int | None:
@@ -78,6 +84,40 @@ def shard_items(items: Iterable[T], rules: ShardingRules) -> Iterator[list[RankB
     size = rules.batch_size
     source = iter(items)
     return shard_batches(iter(lambda: list(islice(source, size)), []), rules)
+
+
+def balanced_items(items: Iterable[T], rules: ShardingRules, tokens: Callable[[T], int], epoch: int = 0) -> Iterator[T]:
+    """Reorders items so that the ranks' batches of a round have about equally many tokens.
+
+    Every window of 64 rounds keeps its items. A round has items of similar lengths, so that there is little padding,
+    and each goes to the rank with the fewest tokens so far. The rounds of a window come in a random order, which
+    depends on nothing but the epoch; an incomplete round is the last one.
+
+    Example:
+        >>> rules = ShardingRules(world_size=2, batch_size=2)
+        >>> list(balanced_items([1, 9, 2, 8, 3, 7, 5], rules, tokens=lambda item: item))
+        [9, 2, 8, 3, 1, 7, 5]
+    """
+    full = rules.world_size * (rules.part or 1)
+    for number, group in enumerate(_groups(items, BALANCED_ROUNDS * full)):
+        whole = len(group) // full * full
+        by_length = sorted(group[:whole], key=tokens, reverse=True)
+        rounds = [by_length[start : start + full] for start in range(0, whole, full)]
+        random.Random(f"{epoch} {number}").shuffle(rounds)
+        for one in rounds:
+            yield from chain.from_iterable(_equal_parts(one, rules.world_size, tokens))
+        yield from group[whole:]
+
+
+def _equal_parts(items: Sequence[T], ranks: int, tokens: Callable[[T], int]) -> list[list[T]]:
+    """Divides items, longest first, into parts of as many items, each into the part with the fewest tokens."""
+    parts: list[list[T]] = [[] for _ in range(ranks)]
+    sums = [0] * ranks
+    for item in items:
+        rank = min((n for n in range(ranks) if len(parts[n]) < len(items) // ranks), key=sums.__getitem__)
+        parts[rank].append(item)
+        sums[rank] += tokens(item)
+    return parts
 
 
 def batches_of_rank(rounds: Iterable[list[RankBatch[T]]], rank: int) -> Iterator[RankBatch[T]]:

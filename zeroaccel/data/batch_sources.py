@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -30,11 +30,13 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.data.batch_sharding import (
     RankBatch,
     ShardingRules,
+    balanced_items,
     batches_of_rank,
     count_rounds,
     shard_batches,
     shard_items,
 )
+from zeroaccel.logs import logger
 from zeroaccel.nested import map_tensors
 
 Share = Callable[[Tensor, str], None]
@@ -192,10 +194,19 @@ class IndexedSource:
         loader: the user's loader.
         order: order of its sampler.
         rank: rank whose batches it reads; None for those of all ranks in order.
+        lengths: index -> number of tokens, if the rules balance them.
     """
 
-    def __init__(self, loader: DataLoader[Any], rules: ShardingRules, order: Order, rank: int | None) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        rules: ShardingRules,
+        order: Order,
+        rank: int | None,
+        lengths: Sequence[int] | None = None,
+    ) -> None:
         self._dataset, self._rules, self._order, self._rank = loader.dataset, rules, order, rank
+        self._lengths = lengths
         self._generator = torch.Generator()
         self._single = loader.batch_sampler is None
         self._fields: deque[tuple[tuple[int, ...] | None, bool]] = deque()
@@ -210,7 +221,12 @@ class IndexedSource:
             set_epoch(number)
         epoch = self._order.begin(number)
         batches = ([index] for index in epoch.batches) if self._single else epoch.batches
-        self._batches = _of_rank(islice(shard_batches(batches, self._rules), skip, None), self._rank)
+        if self._lengths is None:
+            rounds = shard_batches(batches, self._rules)
+        else:
+            indices = chain.from_iterable(batches)
+            rounds = shard_items(balanced_items(indices, self._rules, self._lengths.__getitem__, number), self._rules)
+        self._batches = _of_rank(islice(rounds, skip, None), self._rank)
         self._fields.clear()
         self._generator.manual_seed(epoch.worker_seed)
         for batch in self._reader:
@@ -288,6 +304,61 @@ def length_of(loader: DataLoader[Any], rules: ShardingRules, rank: int) -> int:
     return count_rounds(batches, rules, rank=rank, last_size=last_size)
 
 
+# -- tokens of samples
+
+
+def tokens_of(sample: Any) -> int:
+    """Returns the number of tokens of a sample: its `input_ids`, its first part if it is a tuple, or the sample itself.
+
+    Raises:
+        TypeError: it has no length.
+
+    Example:
+        >>> tokens_of({"input_ids": [5, 6, 7]}), tokens_of((torch.arange(4), 1)), tokens_of([1, 2])
+        (3, 4, 2)
+    """
+    part = sample
+    if isinstance(sample, Mapping):
+        part = sample.get("input_ids")
+    elif isinstance(sample, tuple) and sample:
+        part = sample[0]
+    if isinstance(part, str) or not isinstance(part, Sized) or (isinstance(part, Tensor) and part.dim() == 0):
+        raise TypeError(f"{type(sample).__name__!r} has no number of tokens")
+    return len(part)
+
+
+def warn_unbalanced(dataset: Any, reason: object) -> None:
+    """Warns that the batches of a dataset have no balance."""
+    logger.warning(
+        'DataLoaderConfiguration(balance="tokens"): loader of %s: %s, so its batches have no balance; pass '
+        "DataLoaderConfiguration(lengths=[number of tokens of each sample]), or give samples `input_ids`",
+        type(dataset).__name__,
+        reason,
+    )
+
+
+def lengths_of(dataset: Any, lengths: Sequence[int] | str | None) -> list[int]:
+    """Returns the number of tokens of each sample, for a dataset with indices.
+
+    Args:
+        lengths: the numbers, or the name of the column that has them; by default the column `length`, or else those of
+            the samples, which are read once.
+
+    Raises:
+        TypeError: the samples have no length, or there are fewer or more numbers than samples.
+    """
+    if lengths is None and "length" in (getattr(dataset, "column_names", None) or ()):
+        lengths = "length"
+    if isinstance(lengths, str):
+        lengths = dataset[lengths]
+    if lengths is None:
+        with preserved_random_state(_CPU):
+            return [tokens_of(dataset[index]) for index in range(len(dataset))]
+    if len(lengths) != len(dataset):
+        raise TypeError(f"{len(lengths)} lengths for {len(dataset)} samples")
+    return [int(length) for length in lengths]
+
+
 class _Indices:
     """A sampler that yields the current epoch of a source."""
 
@@ -305,10 +376,21 @@ class _BatchStream(IterableDataset[Any]):
         self._items, self._rules, self._rank = items, rules, rank
 
     def __iter__(self) -> Iterator[list[RankBatch[Any]]]:
-        rounds = shard_items(self._items, self._rules)
+        rounds = shard_items(self._balanced() if self._rules.balanced else self._items, self._rules)
         if self._rank is None:
             return rounds
         return ([batch] for batch in batches_of_rank(rounds, self._rank))
+
+    def _balanced(self) -> Iterable[Any]:
+        items = iter(self._items)
+        first = list(islice(items, 1))
+        try:
+            _ = [tokens_of(item) for item in first]
+        except TypeError as error:
+            warn_unbalanced(self._items, error)
+            return chain(first, items)
+        # Persistent workers do not learn the number of the epoch, so the order of rounds does not depend on it.
+        return balanced_items(chain(first, items), self._rules, tokens_of)
 
 
 class _CollateBatches:

@@ -7,18 +7,19 @@ yielded) is plain data: a loader that loads it continues with the next batch.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from zeroaccel.comm.agree import agreed
+from zeroaccel.comm.agree import agreed, from_rank_0
 from zeroaccel.comm.collectives import Collectives
-from zeroaccel.data.batch_sharding import ShardingRules
+from zeroaccel.data.batch_sharding import BALANCED_ROUNDS, ShardingRules
 from zeroaccel.data.batch_sources import (
     Epochs,
     IndexedSource,
@@ -28,6 +29,8 @@ from zeroaccel.data.batch_sources import (
     StreamSource,
     dispatched_epoch,
     length_of,
+    lengths_of,
+    warn_unbalanced,
 )
 from zeroaccel.data.metric_samples import RealSamples
 from zeroaccel.errors import CheckpointError, UsageError
@@ -246,6 +249,7 @@ class PreparedLoader(_Around):
             "length": self._length_or_none(),
             "world_size": self._rules.world_size,
             "samples_per_round": self._samples_per_round,
+            "balanced": self._rules.balanced,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -262,6 +266,13 @@ class PreparedLoader(_Around):
         if missing:
             raise CheckpointError(where, expected="the state of a prepared loader", got=f"no {sorted(missing)}")
         batches: int = state["batches"]
+        if batches and state.get("balanced", False) != self._rules.balanced:
+            raise CheckpointError(
+                where,
+                expected="the DataLoaderConfiguration(balance) of the saved run, which orders the samples of an epoch",
+                got='balance="tokens"' if self._rules.balanced else "balance=None",
+                fix="pass the same, or resume from the end of an epoch",
+            )
         if state["world_size"] != self._rules.world_size or state["samples_per_round"] != self._samples_per_round:
             batches = self._converted(batches, state["samples_per_round"], where)
         elif state["length"] != (length := self._length_or_none()):
@@ -285,12 +296,17 @@ class PreparedLoader(_Around):
                 expected="the number of ranks of the saved run, because the batches have different sizes",
                 fix="resume on the same number of ranks, or from the end of an epoch",
             )
-        rounds, repeated = divmod(batches * samples_then, now)
-        if repeated:
+        read = complete = batches * samples_then
+        both = now
+        if self._rules.balanced:  # the order is the same where a window of both numbers of ranks ends
+            both = BALANCED_ROUNDS * math.lcm(samples_then, now)
+            complete = read // both * both
+        rounds = complete // now
+        if repeated := read - rounds * now:
             logger.warning(
                 "loader: the state was saved after %d samples, not a multiple of %d; the last %d are repeated",
-                batches * samples_then,
-                now,
+                read,
+                both,
                 repeated,
             )
         return rounds
@@ -360,6 +376,10 @@ class DataLoaderConfiguration:
         data_seed: seed of the order of samples; default: rank 0's `torch.initial_seed()`.
         non_blocking: copy to the device without waiting, which needs `pin_memory`.
         use_stateful_dataloader: has no effect: every prepared loader has `state_dict()` and `load_state_dict()`.
+        balance: "tokens" reorders samples within 64 rounds, so that the ranks' batches of a round have about as many
+            tokens and little padding.
+        lengths: for `balance`, the number of tokens of each sample, or the name of a column with them; default: the
+            column `length`, or the length of each sample's `input_ids`, for which the dataset is read once.
 
     Example:
         >>> from zeroaccel import Accelerator, DataLoaderConfiguration
@@ -376,6 +396,8 @@ class DataLoaderConfiguration:
     data_seed: int | None = None
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
+    balance: str | None = None
+    lengths: Sequence[int] | str | None = None
 
 
 def prepare_data_loader(
@@ -417,6 +439,12 @@ def prepare_data_loader(
     dispatches = stream if settings.dispatch_batches is None else settings.dispatch_batches
     dispatches = dispatches and world_size > 1
     share = _share(collectives) if collectives is not None and world_size > 1 else None
+    lengths = None
+    if settings.balance is not None:
+        lengths, unknown = _lengths(loader, rules, settings, collectives)
+        if unknown:
+            warn_unbalanced(loader.dataset, unknown)
+        rules = replace(rules, balanced=not unknown)
     seed = _seed(settings.data_seed, share)
     sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     # With dispatch, only rank 0 draws the order, so there is no state to share.
@@ -433,7 +461,7 @@ def prepare_data_loader(
     if stream:
         epochs = StreamSource(loader, rules, order, of_rank, seed).epoch
     else:
-        epochs = IndexedSource(loader, rules, order, of_rank).epoch
+        epochs = IndexedSource(loader, rules, order, of_rank, lengths).epoch
     draws = True
     if dispatches:
         if collectives is None:
@@ -489,6 +517,8 @@ def _rules(loader: DataLoader[Any], settings: DataLoaderConfiguration, world_siz
         size = 1
     else:
         size = getattr(batches, "batch_size", None)
+    if settings.balance not in (None, "tokens"):
+        raise UsageError("DataLoaderConfiguration(balance)", expected='"tokens" or None', got=settings.balance)
     split = settings.split_batches and world_size > 1
     if split and (size is None or (batches is None and loader.batch_size is None) or size % world_size):
         raise UsageError(
@@ -500,6 +530,24 @@ def _rules(loader: DataLoader[Any], settings: DataLoaderConfiguration, world_siz
     # A user's own batch sampler may have its own drop_last.
     drop_last = bool(loader.drop_last or getattr(batches, "drop_last", False))
     return ShardingRules(world_size, split, settings.even_batches, drop_last, size)
+
+
+def _lengths(
+    loader: DataLoader[Any], rules: ShardingRules, settings: DataLoaderConfiguration, collectives: Collectives | None
+) -> tuple[list[int] | None, str]:
+    """Returns the tokens of the samples (None for a stream), and why they are unknown. (all ranks)"""
+
+    def read() -> tuple[list[int] | None, str]:
+        try:
+            return lengths_of(loader.dataset, settings.lengths), ""
+        except (TypeError, KeyError) as error:
+            return None, str(error)
+
+    if _samples_per_round(loader, rules) is None:
+        return None, "its batches have their own sizes"
+    if isinstance(loader.dataset, IterableDataset):
+        return None, ""
+    return read() if collectives is None else from_rank_0(collectives, read, "loader: lengths of the samples")
 
 
 def _samples_per_round(loader: DataLoader[Any], rules: ShardingRules) -> int | None:

@@ -6,8 +6,11 @@
 // compiler may not contract into an FMA, and every float32 operation is an instruction of the section "float32". The
 // sign and payload of a NaN may differ.
 //
-// A thread block has THREADS threads. `kind` is the dtype of an array: 0 float32, 1 bfloat16, 2 float16. `control` may
-// be null: then the kernel multiplies gradients by `factor`, and the update applies.
+// A thread block has THREADS threads. `kind` is the dtype of an array: FLOAT32, BFLOAT16, FLOAT16 or, of codes, BYTE.
+// `control` may be null: then the kernel multiplies gradients by `factor`, and the update applies.
+//
+// The memory limits most kernels. Threads take four elements at once where addresses allow it (WIDTH is 4, else 1),
+// load all their arrays before they compute, and look at a kind once for four elements.
 //
 // The file includes no headers, so that NVRTC needs none; the tests also compile it as C++ for the host.
 
@@ -17,11 +20,13 @@
 #define FULL_WARP 0xffffffffu
 #define FLOAT32 0
 #define BFLOAT16 1
+#define FLOAT16 2
+#define BYTE 3
 #define INFINITY_BITS 0x7f800000u
 #define NAN_BITS 0x7fc00000u
 #define SCALE_FLOOR_BITS 0x03800000u /* 2**-120, `kernels.SCALE_FLOOR` */
 #define SUM_BITS 25                  /* `kernels.NORM_BITS` */
-#define BLOCK 32                     /* `updates.BLOCK_NUMEL`: one warp has a block of 8-bit moments */
+#define BLOCK 32                     /* `updates.BLOCK_NUMEL`: a block of 8-bit moments */
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -90,16 +95,67 @@ __device__ __forceinline__ bool is_zero(float value) { return !(bits_of_float(va
 
 // ---- number formats ----
 
+struct alignas(16) Words {
+    u32 at[4];
+};
+
+__device__ __forceinline__ int size_of(int kind) { return kind == FLOAT32 ? 4 : kind == BYTE ? 1 : 2; }
+
 __device__ __forceinline__ u32 load_raw(const void* array, i64 index, int kind) {
-    return kind == FLOAT32 ? ((const u32*)array)[index] : ((const u16*)array)[index];
+    if (kind == FLOAT32) return ((const u32*)array)[index];
+    return kind == BYTE ? ((const u8*)array)[index] : ((const u16*)array)[index];
 }
 
-// Loads this thread's items of an array; items beyond the end are zeros.
-__device__ __forceinline__ void load_items(const void* array, i64 first, i64 numel, int kind, u32 (&raws)[ITEMS]) {
-#pragma unroll
-    for (int k = 0; k < ITEMS; ++k) {
-        i64 i = first + k * THREADS;
-        raws[k] = i < numel ? load_raw(array, i, kind) : 0;
+// Returns true if four elements from a multiple of 4 of each array can be loaded at once; null arrays can.
+__device__ __forceinline__ bool takes_four(const void* array, int kind) {
+    return (u64)array % (4 * size_of(kind)) == 0;
+}
+
+// Loads WIDTH elements, packed: four at once, or one, which is 0 beyond the end.
+template <int WIDTH>
+__device__ __forceinline__ Words load(const void* array, i64 first, i64 end, int kind) {
+    Words packed = {};
+    const void* place = (const char*)array + first * size_of(kind);
+    if (WIDTH == 1) {
+        if (first < end) packed.at[0] = load_raw(array, first, kind);
+    } else if (kind == FLOAT32) {
+        packed = *(const Words*)place;
+    } else if (kind == BYTE) {
+        packed.at[0] = *(const u32*)place;
+    } else {
+        u64 two = *(const u64*)place;
+        packed.at[0] = (u32)two;
+        packed.at[1] = (u32)(two >> 32);
+    }
+    return packed;
+}
+
+// Returns the pattern of element k.
+__device__ __forceinline__ u32 raw_of(const Words& packed, int k, int kind) {
+    if (kind == FLOAT32) return packed.at[k];
+    return kind == BYTE ? packed.at[0] >> 8 * k & 0xffu : packed.at[k / 2] >> 16 * (k % 2) & 0xffffu;
+}
+
+// Stores WIDTH patterns: four at once, or one, unless it is beyond the end. Nothing in a null array.
+template <int WIDTH>
+__device__ __forceinline__ void store_raws(void* array, i64 first, i64 end, const u32 (&raws)[WIDTH], int kind) {
+    if (!array) return;
+    void* place = (char*)array + first * size_of(kind);
+    if (WIDTH == 1) {
+        if (first >= end) return;
+        if (kind == FLOAT32) {
+            *(u32*)place = raws[0];
+        } else if (kind == BYTE) {
+            *(u8*)place = (u8)raws[0];
+        } else {
+            *(u16*)place = (u16)raws[0];
+        }
+    } else if (kind == FLOAT32) {
+        *(Words*)place = {raws[0], raws[1 % WIDTH], raws[2 % WIDTH], raws[3 % WIDTH]};
+    } else if (kind == BYTE) {
+        *(u32*)place = raws[0] | raws[1 % WIDTH] << 8 | raws[2 % WIDTH] << 16 | raws[3 % WIDTH] << 24;
+    } else {
+        *(u64*)place = raws[0] | raws[1 % WIDTH] << 16 | (u64)(raws[2 % WIDTH] | raws[3 % WIDTH] << 16) << 32;
     }
 }
 
@@ -132,17 +188,43 @@ __device__ __forceinline__ u16 encode_float16(u32 bits) {
     return (u16)(sign | (magnitude >= (127u + 16u) << 23 ? beyond : number));
 }
 
-__device__ __forceinline__ void store(void* array, i64 index, float value, int kind) {
+__device__ __forceinline__ u32 encode_number(float value, int kind) {
     u32 bits = bits_of_float(value);
+    return kind == FLOAT32 ? bits : kind == BFLOAT16 ? encode_bfloat16(bits) : encode_float16(bits);
+}
+
+// Decodes the packed elements, with one decision for all.
+template <int WIDTH>
+__device__ __forceinline__ void numbers_of(const Words& packed, int kind, float (&numbers)[WIDTH]) {
+    auto decode_all = [&](int kind) {
+#pragma unroll
+        for (int k = 0; k < WIDTH; ++k) numbers[k] = number_of(raw_of(packed, k, kind), kind);
+    };
     if (kind == FLOAT32) {
-        ((u32*)array)[index] = bits;
+        decode_all(FLOAT32);
+    } else if (kind == BFLOAT16) {
+        decode_all(BFLOAT16);
     } else {
-        ((u16*)array)[index] = kind == BFLOAT16 ? encode_bfloat16(bits) : encode_float16(bits);
+        decode_all(FLOAT16);
     }
 }
 
-__device__ __forceinline__ void store_out(void* out, i64 index, float value, int kind) {
-    if (out) store(out, index, value, kind);
+template <int WIDTH>
+__device__ __forceinline__ void store(void* array, i64 first, i64 end, const float (&values)[WIDTH], int kind) {
+    if (!array) return;
+    auto store_all = [&](int kind) {
+        u32 raws[WIDTH];
+#pragma unroll
+        for (int k = 0; k < WIDTH; ++k) raws[k] = encode_number(values[k], kind);
+        store_raws(array, first, end, raws, kind);
+    };
+    if (kind == FLOAT32) {
+        store_all(FLOAT32);
+    } else if (kind == BFLOAT16) {
+        store_all(BFLOAT16);
+    } else {
+        store_all(FLOAT16);
+    }
 }
 
 // ---- stochastic rounding and 8-bit blocks: the notes of that name in `updates.py` ----
@@ -154,23 +236,20 @@ __device__ __forceinline__ u32 random_bits(float weight, float moment, u32 key) 
     return seed ^ (seed >> 16);
 }
 
-__device__ __forceinline__ void store_moment(void* array, i64 index, float value, u32 random, int kind) {
+__device__ __forceinline__ u32 encode_moment(float value, u32 random, int kind) {
     u32 bits = bits_of_float(value);
-    if (kind == FLOAT32) {
-        ((u32*)array)[index] = bits;
-    } else {
-        bool finite = (bits & INFINITY_BITS) < INFINITY_BITS;
-        ((u16*)array)[index] = finite ? (u16)((bits + (random & 0xffffu)) >> 16) : encode_bfloat16(bits);
-    }
+    bool finite = (bits & INFINITY_BITS) < INFINITY_BITS;
+    return kind == FLOAT32 ? bits : finite ? (bits + (random & 0xffffu)) >> 16 : encode_bfloat16(bits);
 }
+
+__device__ __forceinline__ u32 larger(u32 a, u32 b) { return a > b ? a : b; }
 
 __device__ __forceinline__ u32 warp_max(u32 value) {
 #if __CUDA_ARCH__ >= 800
     return __reduce_max_sync(FULL_WARP, value);
 #else
     for (int distance = 16; distance; distance >>= 1) {
-        u32 other = __shfl_xor_sync(FULL_WARP, value, distance);
-        value = other > value ? other : value;
+        value = larger(value, __shfl_xor_sync(FULL_WARP, value, distance));
     }
     return value;
 #endif
@@ -204,9 +283,16 @@ __device__ __forceinline__ float decode_unsigned(u32 code, u32 exponent) {
     return lowest == 0xffffffffu ? float_of_bits(NAN_BITS) : decode_magnitude(code, lowest);
 }
 
-// Returns the exponent byte of the warp's block.
-__device__ __forceinline__ u32 block_exponent(float value) {
-    u32 exponent = (warp_max(bits_of_float(value) & 0x7fffffffu) + 0xfffffu) >> 23;
+// Returns the exponent byte of a block, whose lanes have WIDTH values each.
+template <int WIDTH> __device__ __forceinline__ u32 block_exponent(const float (&values)[WIDTH]) {
+    u32 largest = 0;
+#pragma unroll
+    for (int k = 0; k < WIDTH; ++k) largest = larger(largest, bits_of_float(values[k]) & 0x7fffffffu);
+#pragma unroll
+    for (int distance = BLOCK / WIDTH / 2; distance; distance >>= 1) {
+        largest = larger(largest, __shfl_xor_sync(FULL_WARP, largest, distance));
+    }
+    u32 exponent = (largest + 0xfffffu) >> 23;
     return exponent >= 254u ? 255u : exponent < 40u ? 40u : exponent;
 }
 
@@ -225,8 +311,9 @@ __device__ __forceinline__ u8 encode_unsigned(float value, u32 exponent, u32 ran
 
 // ---- optimizer updates: the host's loops document the formulas ----
 //
-// The warp synchronizes (`__syncwarp`) after the arithmetic of each item. Without it the compiler duplicates all later
-// code for each path through a division or a root, and takes a second per kernel.
+// A thread updates four consecutive elements; or four one by one, at the end of the arrays and if an array does not
+// begin at a multiple of four elements. The warp synchronizes (`__syncwarp`) after the arithmetic of each. Without it
+// the compiler duplicates all later code for each path through a division or a root, and takes a second per kernel.
 
 // Reads the factor from the control; returns true if the update applies.
 __device__ __forceinline__ bool applies(const float* control, float* factor) {
@@ -235,18 +322,79 @@ __device__ __forceinline__ bool applies(const float* control, float* factor) {
     return is_less(0.0f, control[1]);
 }
 
-__device__ __forceinline__ i64 first_item() { return (i64)blockIdx.x * (THREADS * ITEMS) + threadIdx.x; }
+template <int value> struct Constant {
+    __device__ constexpr operator int() const { return value; }
+};
+
+// Calls `use(width, first)` for the thread's elements from `first`: once for four, or four times for one.
+template <class Use> __device__ __forceinline__ void for_items(i64 numel, bool aligned, Use use) {
+    i64 begin = (i64)blockIdx.x * (THREADS * ITEMS);
+    if (aligned && begin + THREADS * ITEMS <= numel) {
+        use(Constant<ITEMS>(), begin + threadIdx.x * ITEMS);
+    } else {
+#pragma unroll 1
+        for (int k = 0; k < ITEMS; ++k) use(Constant<1>(), begin + k * THREADS + threadIdx.x);
+    }
+}
+
+// What all updates have: an element's master, its states, and the scaled gradient go to `rule`, which changes the first
+// two and returns the value that `out` gets.
+template <int COUNT, class Rule>
+__device__ __forceinline__ void update(
+    float* master, void* const (&states)[COUNT], const void* grad, void* out, const float* control, float factor,
+    u32 key, i64 numel, int grad_kind, int moment_kind, int out_kind, Rule rule) {
+    if (!applies(control, &factor)) return;
+    bool aligned = takes_four(master, FLOAT32) && takes_four(grad, grad_kind) && takes_four(out, out_kind);
+#pragma unroll
+    for (int s = 0; s < COUNT; ++s) aligned = aligned && takes_four(states[s], moment_kind);
+    auto run = [&](auto moment_kind) {
+        for_items(numel, aligned, [&](auto width, i64 first) {
+            constexpr int WIDTH = width;
+            Words packed[COUNT], xs = load<WIDTH>(master, first, numel, FLOAT32);
+#pragma unroll
+            for (int s = 0; s < COUNT; ++s) {
+                packed[s] = {};
+                if (states[s]) packed[s] = load<WIDTH>(states[s], first, numel, moment_kind);
+            }
+            Words gs = load<WIDTH>(grad, first, numel, grad_kind);
+            float grads[WIDTH], outs[WIDTH];
+            numbers_of(gs, grad_kind, grads);
+            u32 masters[WIDTH], raws[COUNT][WIDTH];
+#pragma unroll
+            for (int k = 0; k < WIDTH; ++k) {
+                float x = float_of_bits(xs.at[k]), before = x, state[COUNT];
+#pragma unroll
+                for (int s = 0; s < COUNT; ++s) state[s] = number_of(raw_of(packed[s], k, moment_kind), moment_kind);
+                outs[k] = rule(x, state, mul_rn(grads[k], factor));
+                masters[k] = bits_of_float(x);
+                u32 random = random_bits(before, state[0], key);
+#pragma unroll
+                for (int s = 0; s < COUNT; ++s) raws[s][k] = encode_moment(state[s], random >> 16 * s, moment_kind);
+                __syncwarp();
+            }
+#pragma unroll
+            for (int s = 0; s < COUNT; ++s) store_raws(states[s], first, numel, raws[s], moment_kind);
+            store_raws(master, first, numel, masters, FLOAT32);
+            store(out, first, numel, outs, out_kind);
+        });
+    };
+    if (moment_kind == FLOAT32) {
+        run(Constant<FLOAT32>());
+    } else {
+        run(Constant<BFLOAT16>());
+    }
+}
 
 struct Adam {
     float decay, l2, weight1, beta2, weight2, inverse_root, eps, negative_step;
 
     // Advances x, m and v by the scaled gradient plus the L2 term.
-    __device__ __forceinline__ void step(float* x, float* m, float* v, float scaled) const {
-        float d = add_rn(scaled, mul_rn(l2, *x));
-        *m = add_rn(*m, mul_rn(weight1, sub_rn(d, *m)));
-        *v = add_rn(mul_rn(*v, beta2), mul_rn(mul_rn(weight2, d), d));
-        float below = add_rn(mul_rn(sqrt_rn(*v), inverse_root), eps);
-        *x = add_rn(mul_rn(*x, decay), div_rn(mul_rn(negative_step, *m), below));
+    __device__ __forceinline__ float operator()(float& x, float* moments, float scaled) const {
+        float d = add_rn(scaled, mul_rn(l2, x)), &m = moments[0], &v = moments[1];
+        m = add_rn(m, mul_rn(weight1, sub_rn(d, m)));
+        v = add_rn(mul_rn(v, beta2), mul_rn(mul_rn(weight2, d), d));
+        float below = add_rn(mul_rn(sqrt_rn(v), inverse_root), eps);
+        return x = add_rn(mul_rn(x, decay), div_rn(mul_rn(negative_step, m), below));
     }
 };
 
@@ -254,29 +402,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) adam(
     float* master, void* exp_avg, void* exp_avg_sq, const void* grad, void* out, const float* control, float factor,
     u32 key, float decay, float l2, float weight1, float beta2, float weight2, float inverse_root, float eps,
     float negative_step, i64 numel, int grad_kind, int moment_kind, int out_kind) {
-    if (!applies(control, &factor)) return;
     const Adam rule = {decay, l2, weight1, beta2, weight2, inverse_root, eps, negative_step};
-    u32 xs[ITEMS], ms[ITEMS], vs[ITEMS], gs[ITEMS];
-    i64 first = first_item();
-    load_items(master, first, numel, FLOAT32, xs);
-    load_items(exp_avg, first, numel, moment_kind, ms);
-    load_items(exp_avg_sq, first, numel, moment_kind, vs);
-    load_items(grad, first, numel, grad_kind, gs);
-#pragma unroll
-    for (int k = 0; k < ITEMS; ++k) {
-        float x = float_of_bits(xs[k]), m = number_of(ms[k], moment_kind), v = number_of(vs[k], moment_kind);
-        float before = x;
-        rule.step(&x, &m, &v, mul_rn(number_of(gs[k], grad_kind), factor));
-        u32 random = random_bits(before, m, key);
-        i64 i = first + k * THREADS;
-        __syncwarp();
-        if (i < numel) {
-            store_moment(exp_avg, i, m, random, moment_kind);
-            store_moment(exp_avg_sq, i, v, random >> 16, moment_kind);
-            master[i] = x;
-            store_out(out, i, x, out_kind);
-        }
-    }
+    update(
+        master, {exp_avg, exp_avg_sq}, grad, out, control, factor, key, numel, grad_kind, moment_kind, out_kind, rule);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) adam_blocks(
@@ -286,96 +414,72 @@ extern "C" __global__ void __launch_bounds__(THREADS) adam_blocks(
     int out_kind) {
     if (!applies(control, &factor)) return;
     const Adam rule = {decay, l2, weight1, beta2, weight2, inverse_root, eps, negative_step};
-    u32 xs[ITEMS], gs[ITEMS], m_codes[ITEMS], m_exponents[ITEMS], v_codes[ITEMS], v_exponents[ITEMS];
-    i64 first = first_item();
-    load_items(master, first, numel, FLOAT32, xs);
-    load_items(grad, first, numel, grad_kind, gs);
+    bool aligned = takes_four(master, FLOAT32) && takes_four(grad, grad_kind) && takes_four(out, out_kind) &&
+                   takes_four(exp_avg, BYTE) && takes_four(exp_avg_sq, BYTE);
+    for_items(numel, aligned, [&](auto width, i64 first) {
+        constexpr int WIDTH = width;
+        Words xs = load<WIDTH>(master, first, numel, FLOAT32), gs = load<WIDTH>(grad, first, numel, grad_kind);
+        Words m_codes = load<WIDTH>(exp_avg, first, numel, BYTE), v_codes = load<WIDTH>(exp_avg_sq, first, numel, BYTE);
+        u32 m_exponent = load<1>(exp_avg_exponents, first / BLOCK, (numel + BLOCK - 1) / BLOCK, BYTE).at[0];
+        u32 v_exponent = load<1>(exp_avg_sq_exponents, first / BLOCK, (numel + BLOCK - 1) / BLOCK, BYTE).at[0];
+        float grads[WIDTH], outs[WIDTH], ms[WIDTH], vs[WIDTH];
+        numbers_of(gs, grad_kind, grads);
+        u32 masters[WIDTH], randoms[WIDTH], m_raws[WIDTH], v_raws[WIDTH];
 #pragma unroll
-    for (int k = 0; k < ITEMS; ++k) {
-        i64 i = first + k * THREADS;
-        m_codes[k] = m_exponents[k] = v_codes[k] = v_exponents[k] = 0;
-        if (i < numel) {
-            m_codes[k] = exp_avg[i];
-            m_exponents[k] = exp_avg_exponents[i / BLOCK];
-            v_codes[k] = exp_avg_sq[i];
-            v_exponents[k] = exp_avg_sq_exponents[i / BLOCK];
+        for (int k = 0; k < WIDTH; ++k) {
+            float x = float_of_bits(xs.at[k]), before = x, moments[2];
+            moments[0] = decode_signed(raw_of(m_codes, k, BYTE), m_exponent);
+            moments[1] = decode_unsigned(raw_of(v_codes, k, BYTE), v_exponent);
+            outs[k] = rule(x, moments, mul_rn(grads[k], factor));
+            masters[k] = bits_of_float(x);
+            randoms[k] = random_bits(before, moments[0], key);
+            // All lanes of a warp take part in the maximum; lanes beyond the end contribute zeros.
+            ms[k] = first < numel ? moments[0] : 0.0f;
+            vs[k] = first < numel ? moments[1] : 0.0f;
+            __syncwarp();
         }
-    }
+        m_exponent = block_exponent(ms);
+        v_exponent = block_exponent(vs);
 #pragma unroll
-    for (int k = 0; k < ITEMS; ++k) {
-        i64 i = first + k * THREADS;
-        float x = float_of_bits(xs[k]), before = x;
-        float m = decode_signed(m_codes[k], m_exponents[k]), v = decode_unsigned(v_codes[k], v_exponents[k]);
-        rule.step(&x, &m, &v, mul_rn(number_of(gs[k], grad_kind), factor));
-        // All lanes of a warp take part in the maximum; lanes beyond the end contribute zeros.
-        u32 m_exponent = block_exponent(i < numel ? m : 0.0f), v_exponent = block_exponent(i < numel ? v : 0.0f);
-        if (i < numel) {
-            u32 random = random_bits(before, m, key);
-            exp_avg[i] = encode_signed(m, m_exponent, random);
-            exp_avg_sq[i] = encode_unsigned(v, v_exponent, random >> 16);
-            if (i % BLOCK == 0) {
-                exp_avg_exponents[i / BLOCK] = (u8)m_exponent;
-                exp_avg_sq_exponents[i / BLOCK] = (u8)v_exponent;
-            }
-            master[i] = x;
-            store_out(out, i, x, out_kind);
+        for (int k = 0; k < WIDTH; ++k) {
+            m_raws[k] = encode_signed(ms[k], m_exponent, randoms[k]);
+            v_raws[k] = encode_unsigned(vs[k], v_exponent, randoms[k] >> 16);
         }
-    }
+        store_raws(exp_avg, first, numel, m_raws, BYTE);
+        store_raws(exp_avg_sq, first, numel, v_raws, BYTE);
+        if (first < numel && first % BLOCK == 0) {
+            exp_avg_exponents[first / BLOCK] = (u8)m_exponent;
+            exp_avg_sq_exponents[first / BLOCK] = (u8)v_exponent;
+        }
+        store_raws(master, first, numel, masters, FLOAT32);
+        store(out, first, numel, outs, out_kind);
+    });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) lion(
     float* master, void* exp_avg, const void* grad, void* out, const float* control, float factor, u32 key, float decay,
     float beta1, float weight1, float beta2, float weight2, float negative_lr, i64 numel, int grad_kind,
     int moment_kind, int out_kind) {
-    if (!applies(control, &factor)) return;
-    u32 xs[ITEMS], ms[ITEMS], gs[ITEMS];
-    i64 first = first_item();
-    load_items(master, first, numel, FLOAT32, xs);
-    load_items(exp_avg, first, numel, moment_kind, ms);
-    load_items(grad, first, numel, grad_kind, gs);
-#pragma unroll
-    for (int k = 0; k < ITEMS; ++k) {
-        float x = float_of_bits(xs[k]), m = number_of(ms[k], moment_kind);
-        float d = mul_rn(number_of(gs[k], grad_kind), factor);
-        float c = add_rn(mul_rn(beta1, m), mul_rn(weight1, d));
-        m = add_rn(mul_rn(beta2, m), mul_rn(weight2, d));
-        u32 random = random_bits(x, m, key);
+    auto rule = [=](float& x, float* m, float d) {
+        float c = add_rn(mul_rn(beta1, *m), mul_rn(weight1, d));
+        *m = add_rn(mul_rn(beta2, *m), mul_rn(weight2, d));
         float direction = is_less(0.0f, c) ? 1.0f : is_less(c, 0.0f) ? -1.0f : c;
-        x = add_rn(mul_rn(x, decay), mul_rn(negative_lr, direction));
-        i64 i = first + k * THREADS;
-        __syncwarp();
-        if (i < numel) {
-            store_moment(exp_avg, i, m, random, moment_kind);
-            master[i] = x;
-            store_out(out, i, x, out_kind);
-        }
-    }
+        return x = add_rn(mul_rn(x, decay), mul_rn(negative_lr, direction));
+    };
+    update(
+        master, {exp_avg}, grad, out, control, factor, key, numel, grad_kind, moment_kind, out_kind, rule);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) adagrad(
     float* master, void* square_sum, const void* grad, void* out, const float* control, float factor, u32 key, float l2,
     float eps, float negative_lr, i64 numel, int grad_kind, int moment_kind, int out_kind) {
-    if (!applies(control, &factor)) return;
-    u32 xs[ITEMS], ss[ITEMS], gs[ITEMS];
-    i64 first = first_item();
-    load_items(master, first, numel, FLOAT32, xs);
-    load_items(square_sum, first, numel, moment_kind, ss);
-    load_items(grad, first, numel, grad_kind, gs);
-#pragma unroll
-    for (int k = 0; k < ITEMS; ++k) {
-        float x = float_of_bits(xs[k]);
-        float d = add_rn(mul_rn(number_of(gs[k], grad_kind), factor), mul_rn(l2, x));
-        float s = add_rn(number_of(ss[k], moment_kind), mul_rn(d, d));
-        u32 random = random_bits(x, s, key);
-        x = add_rn(x, div_rn(mul_rn(negative_lr, d), add_rn(sqrt_rn(s), eps)));
-        i64 i = first + k * THREADS;
-        __syncwarp();
-        if (i < numel) {
-            store_moment(square_sum, i, s, random, moment_kind);
-            master[i] = x;
-            store_out(out, i, x, out_kind);
-        }
-    }
+    auto rule = [=](float& x, float* sum, float scaled) {
+        float d = add_rn(scaled, mul_rn(l2, x));
+        *sum = add_rn(*sum, mul_rn(d, d));
+        return x = add_rn(x, div_rn(mul_rn(negative_lr, d), add_rn(sqrt_rn(*sum), eps)));
+    };
+    update(
+        master, {square_sum}, grad, out, control, factor, key, numel, grad_kind, moment_kind, out_kind, rule);
 }
 
 // `momentum_buffer` is null without momentum, `grad_avg` unless centered.
@@ -383,36 +487,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) rmsprop(
     float* master, float* square_avg, float* momentum_buffer, float* grad_avg, const void* grad, void* out,
     const float* control, float factor, float l2, float alpha, float weight, float eps, float momentum,
     float negative_lr, i64 numel, int grad_kind, int moment_kind, int out_kind) {
-    if (!applies(control, &factor)) return;
-    u32 xs[ITEMS], ss[ITEMS], bs[ITEMS], as[ITEMS], gs[ITEMS];
-    i64 first = first_item();
-    load_items(master, first, numel, FLOAT32, xs);
-    load_items(square_avg, first, numel, FLOAT32, ss);
-    load_items(momentum_buffer, first, momentum_buffer ? numel : 0, FLOAT32, bs);
-    load_items(grad_avg, first, grad_avg ? numel : 0, FLOAT32, as);
-    load_items(grad, first, numel, grad_kind, gs);
-#pragma unroll
-    for (int k = 0; k < ITEMS; ++k) {
-        float x = float_of_bits(xs[k]);
-        float d = add_rn(mul_rn(number_of(gs[k], grad_kind), factor), mul_rn(l2, x));
-        float s = add_rn(mul_rn(float_of_bits(ss[k]), alpha), mul_rn(mul_rn(weight, d), d));
-        float a = float_of_bits(as[k]);
+    auto rule = [=](float& x, float* states, float scaled) {
+        float d = add_rn(scaled, mul_rn(l2, x)), &s = states[0], &b = states[1], &a = states[2];
+        s = add_rn(mul_rn(s, alpha), mul_rn(mul_rn(weight, d), d));
         a = add_rn(a, mul_rn(weight, sub_rn(d, a)));
         float c = grad_avg ? sub_rn(s, mul_rn(a, a)) : s;
         if (grad_avg && is_less(c, 0.0f)) c = 0.0f;
         d = div_rn(d, add_rn(sqrt_rn(c), eps));
-        if (momentum_buffer) d = add_rn(mul_rn(momentum, float_of_bits(bs[k])), d);
-        x = add_rn(x, mul_rn(negative_lr, d));
-        i64 i = first + k * THREADS;
-        __syncwarp();
-        if (i < numel) {
-            square_avg[i] = s;
-            if (grad_avg) grad_avg[i] = a;
-            if (momentum_buffer) momentum_buffer[i] = d;
-            master[i] = x;
-            store_out(out, i, x, out_kind);
-        }
-    }
+        if (momentum_buffer) d = add_rn(mul_rn(momentum, b), d);
+        b = d;
+        return x = add_rn(x, mul_rn(negative_lr, d));
+    };
+    update(
+        master, {square_avg, momentum_buffer, grad_avg}, grad, out, control, factor, 0, numel, grad_kind, FLOAT32,
+        out_kind, rule);
 }
 
 // `momentum_buffer` is null without momentum.
@@ -420,27 +508,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) sgd(
     float* master, float* momentum_buffer, const void* grad, void* out, const float* control, float factor, float l2,
     float momentum, float weight, float grad_weight, float buffer_weight, float negative_lr, i64 numel, int grad_kind,
     int moment_kind, int out_kind) {
-    if (!applies(control, &factor)) return;
-    u32 xs[ITEMS], bs[ITEMS], gs[ITEMS];
-    i64 first = first_item();
-    load_items(master, first, numel, FLOAT32, xs);
-    load_items(momentum_buffer, first, momentum_buffer ? numel : 0, FLOAT32, bs);
-    load_items(grad, first, numel, grad_kind, gs);
-#pragma unroll
-    for (int k = 0; k < ITEMS; ++k) {
-        float x = float_of_bits(xs[k]);
-        float d = add_rn(mul_rn(number_of(gs[k], grad_kind), factor), mul_rn(l2, x));
-        float b = add_rn(mul_rn(momentum, float_of_bits(bs[k])), mul_rn(weight, d));
-        if (momentum_buffer) d = add_rn(mul_rn(grad_weight, d), mul_rn(buffer_weight, b));
-        x = add_rn(x, mul_rn(negative_lr, d));
-        i64 i = first + k * THREADS;
-        __syncwarp();
-        if (i < numel) {
-            if (momentum_buffer) momentum_buffer[i] = b;
-            master[i] = x;
-            store_out(out, i, x, out_kind);
-        }
-    }
+    auto rule = [=](float& x, float* buffer, float scaled) {
+        float d = add_rn(scaled, mul_rn(l2, x));
+        *buffer = add_rn(mul_rn(momentum, *buffer), mul_rn(weight, d));
+        if (momentum_buffer) d = add_rn(mul_rn(grad_weight, d), mul_rn(buffer_weight, *buffer));
+        return x = add_rn(x, mul_rn(negative_lr, d));
+    };
+    update(
+        master, {momentum_buffer}, grad, out, control, factor, 0, numel, grad_kind, FLOAT32, out_kind, rule);
 }
 
 // ---- optimizers of whole tensors: row y of the grid processes tensor y of each argument ----
@@ -460,17 +535,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) adam_many(
     float decay, float l2, float weight1, float beta2, float weight2, float inverse_root, float eps,
     float negative_step, int grad_kind, int out_kind) {
     const Adam rule = {decay, l2, weight1, beta2, weight2, inverse_root, eps, negative_step};
-    float *master = (float*)masters.at[blockIdx.y], *m = (float*)exp_avgs.at[blockIdx.y];
-    float* v = (float*)exp_avg_sqs.at[blockIdx.y];
-    const void* grad = grads.at[blockIdx.y];
-    i64 first = first_item(), numel = numels.of[blockIdx.y];
-    for (int k = 0; k < ITEMS; ++k) {
-        i64 i = first + k * THREADS;
-        if (i < numel) {
-            rule.step(master + i, m + i, v + i, mul_rn(number_of(load_raw(grad, i, grad_kind), grad_kind), factor));
-            store_out(outs.at[blockIdx.y], i, master[i], out_kind);
-        }
-    }
+    int row = blockIdx.y;
+    update(
+        (float*)masters.at[row], {exp_avgs.at[row], exp_avg_sqs.at[row]}, grads.at[row], outs.at[row], nullptr, factor,
+        0, numels.of[row], grad_kind, FLOAT32, out_kind, rule);
 }
 
 // Returns the sum of a block's values in thread 0. All threads take part; the order of the sum is fixed.
@@ -496,10 +564,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) lamb_moments(
     const float* master = (const float*)masters.at[blockIdx.y];
     float *m = (float*)exp_avgs.at[blockIdx.y], *v = (float*)exp_avg_sqs.at[blockIdx.y];
     float* update = (float*)updates.at[blockIdx.y];
-    i64 first = first_item(), numel = numels.of[blockIdx.y];
+    i64 first = (i64)blockIdx.x * (THREADS * ITEMS) + threadIdx.x, numel = numels.of[blockIdx.y];
     double weights = 0.0, steps = 0.0;
     for (int k = 0; k < ITEMS; ++k) {
-        i64 i = first + k * THREADS;
+        i64 i = first + k * THREADS;  // the sums depend on which elements a thread has
         if (i < numel) {
             float d = mul_rn(number_of(load_raw(grads.at[blockIdx.y], i, grad_kind), grad_kind), factor);
             float x = master[i], a = add_rn(mul_rn(m[i], beta1), mul_rn(d, weight1));
@@ -530,60 +598,44 @@ extern "C" __global__ void __launch_bounds__(THREADS) lamb_apply(
     float ratio = div_rn(weights, steps);
     ratio = is_less(ratio, least_ratio) ? least_ratio : is_less(most_ratio, ratio) ? most_ratio : ratio;
     if (is_zero(weights) || is_zero(steps)) ratio = 1.0f;
-    float rate = mul_rn(ratio, step_size), *master = (float*)masters.at[blockIdx.y];
-    const float* update = (const float*)updates.at[blockIdx.y];
-    i64 first = first_item(), numel = numels.of[blockIdx.y];
-    for (int k = 0; k < ITEMS; ++k) {
-        i64 i = first + k * THREADS;
-        if (i < numel) {
-            float x = sub_rn(master[i], mul_rn(update[i], rate));
-            master[i] = x;
-            store_out(outs.at[blockIdx.y], i, x, out_kind);
-        }
-    }
+    float rate = mul_rn(ratio, step_size);
+    auto rule = [=](float& x, float*, float step) { return x = sub_rn(x, mul_rn(step, rate)); };
+    int row = blockIdx.y;
+    update(
+        (float*)masters.at[row], {nullptr}, updates.at[row], outs.at[row], nullptr, 1.0f, 0, numels.of[row],
+        FLOAT32, FLOAT32, out_kind, rule);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) muon_momentum(
     Tensors buffers, Tensors grads, Tensors updates, Numels numels, float factor, float momentum, float weight,
     int nesterov, int grad_kind, int update_kind) {
-    float* buffer = (float*)buffers.at[blockIdx.y];
-    i64 first = first_item(), numel = numels.of[blockIdx.y];
-    for (int k = 0; k < ITEMS; ++k) {
-        i64 i = first + k * THREADS;
-        if (i < numel) {
-            float d = mul_rn(number_of(load_raw(grads.at[blockIdx.y], i, grad_kind), grad_kind), factor);
-            float own = mul_rn(d, weight), b = add_rn(mul_rn(buffer[i], momentum), own);
-            buffer[i] = b;
-            store(updates.at[blockIdx.y], i, nesterov ? add_rn(mul_rn(b, momentum), own) : b, update_kind);
-        }
-    }
+    auto rule = [=](float& buffer, float*, float d) {
+        float own = mul_rn(d, weight);
+        buffer = add_rn(mul_rn(buffer, momentum), own);
+        return nesterov ? add_rn(mul_rn(buffer, momentum), own) : buffer;
+    };
+    int row = blockIdx.y;
+    update(
+        (float*)buffers.at[row], {nullptr}, grads.at[row], updates.at[row], nullptr, factor, 0, numels.of[row],
+        grad_kind, FLOAT32, update_kind, rule);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) muon_apply(
     Tensors masters, Tensors directions, Tensors outs, Numels numels, float decay, float rate, int direction_kind,
     int out_kind) {
-    float* master = (float*)masters.at[blockIdx.y];
-    i64 first = first_item(), numel = numels.of[blockIdx.y];
-    for (int k = 0; k < ITEMS; ++k) {
-        i64 i = first + k * THREADS;
-        if (i < numel) {
-            float step = number_of(load_raw(directions.at[blockIdx.y], i, direction_kind), direction_kind);
-            float x = sub_rn(mul_rn(master[i], decay), mul_rn(step, rate));
-            master[i] = x;
-            store_out(outs.at[blockIdx.y], i, x, out_kind);
-        }
-    }
+    auto rule = [=](float& x, float*, float step) { return x = sub_rn(mul_rn(x, decay), mul_rn(step, rate)); };
+    int row = blockIdx.y;
+    update(
+        (float*)masters.at[row], {nullptr}, directions.at[row], outs.at[row], nullptr, 1.0f, 0, numels.of[row],
+        direction_kind, FLOAT32, out_kind, rule);
 }
 
 // ---- the gradient norm: `reductions.py` ----
 
-struct alignas(16) Words {
-    u32 at[4];
-};
-
 // Calls `use(raws, count)` for all elements of an array, up to 8 at a time, in any order; loads 16 bytes at once if the
 // array begins at a multiple of 16 bytes.
-template <class Use> __device__ __forceinline__ void for_each(const void* values, i64 numel, int kind, Use use) {
+template <class Kind, class Use>
+__device__ __forceinline__ void for_each(const void* values, i64 numel, Kind kind, Use use) {
     i64 per_load = kind == FLOAT32 ? 4 : 8, thread = (i64)blockIdx.x * THREADS + threadIdx.x;
     i64 threads = (i64)gridDim.x * THREADS, loads = (u64)values % sizeof(Words) ? 0 : numel / per_load;
 #pragma unroll 2
@@ -629,16 +681,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) max_abs(
     __shared__ u32 of_warp[WARPS];
     u32 found = 0, mask = kind == FLOAT32 ? 0x7fffffffu : 0x7fffu;
     for_each(values, numel, kind, [&](const u32* raws, int count) {
-        for (int k = 0; k < count; ++k) {
-            u32 magnitude = raws[k] & mask;
-            found = magnitude > found ? magnitude : found;
-        }
+        for (int k = 0; k < count; ++k) found = larger(found, raws[k] & mask);
     });
     found = warp_max(found);
     if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = found;
     __syncthreads();
     if (threadIdx.x == 0) {
-        for (int w = 1; w < WARPS; ++w) found = of_warp[w] > found ? of_warp[w] : found;
+        for (int w = 1; w < WARPS; ++w) found = larger(found, of_warp[w]);
         atomicMax(largest, (int)bits_of_raw(found, kind));
     }
 }
@@ -648,7 +697,8 @@ __device__ __forceinline__ double double_of(u64 bits) { return __longlong_as_dou
 // Adds the upper and the lower bits of the squares to `sums`, as integers; nothing if `largest` is not finite.
 //
 // It builds a float32 times the power of two of the norm's scale from bits, in float64: a conversion would be slower
-// than the memory. The square has at most 48 bits, so that only the addition of 2**52 rounds.
+// than the memory. The square has at most 48 bits and is below 2**50, so that the addition of 2**52 rounds it to an
+// integer, which the lower 52 bits hold. Up to eight of them are added before they are split.
 extern "C" __global__ void __launch_bounds__(THREADS) square_sums(
     const void* values, const int* largest, u64* sums, i64 numel, int kind) {
     __shared__ u64 of_warp[2][WARPS];
@@ -658,24 +708,37 @@ extern "C" __global__ void __launch_bounds__(THREADS) square_sums(
     int exponent = top >= 0x800000u ? (int)(top >> 23) - 126 : top ? 32 - __clz((int)top) - 149 : 0;
     u64 offset = (u64)(i64)(1023 - 127 + SUM_BITS - exponent) << 52;
     double implicit = double_of((0x800000ull << 29) + offset);
-    bool counts_subnormal = exponent < -100;  // else the square of a subnormal rounds to 0, in either form
     u64 high = 0, low = 0;
-    for_each(values, numel, kind, [&](const u32* raws, int count) {
-        u32 highs = 0, lows = 0;
-        for (int k = 0; k < count; ++k) {
-            u32 bits = bits_of_raw(raws[k], kind) & 0x7fffffffu;
-            double root = double_of(((u64)bits << 29) + offset);
-            if (counts_subnormal && bits < 0x800000u) {
-                root = __dsub_rn(double_of(((u64)(bits | 0x800000u) << 29) + offset), implicit);
+    auto run = [&](auto kind, auto counts_subnormal) {
+        for_each(values, numel, kind, [&](const u32* raws, int count) {
+            u64 sum = 0;
+            for (int k = 0; k < count; ++k) {
+                u32 bits = bits_of_raw(raws[k], kind) & 0x7fffffffu;
+                double root = double_of(((u64)bits << 29) + offset);
+                if (counts_subnormal && bits < 0x800000u) {
+                    root = __dsub_rn(double_of(((u64)(bits | 0x800000u) << 29) + offset), implicit);
+                }
+                sum += (u64)__double_as_longlong(__fma_rn(root, root, 4503599627370496.0)) - (0x433ull << 52);
             }
-            u64 square = (u64)__double_as_longlong(__dadd_rn(__dmul_rn(root, root), 4503599627370496.0));
-            square &= (1ull << 52) - 1;
-            highs += (u32)(square >> SUM_BITS);
-            lows += (u32)square & ((1u << SUM_BITS) - 1);
+            high += sum >> SUM_BITS;
+            low += sum & ((1u << SUM_BITS) - 1);
+        });
+    };
+    // Unless the largest is tiny, the square of a subnormal number rounds to 0, in either form.
+    auto run_kind = [&](auto kind) {
+        if (exponent < -100) {
+            run(kind, Constant<1>());
+        } else {
+            run(kind, Constant<0>());
         }
-        high += highs;
-        low += lows;
-    });
+    };
+    if (kind == FLOAT32) {
+        run_kind(Constant<FLOAT32>());
+    } else if (kind == BFLOAT16) {
+        run_kind(Constant<BFLOAT16>());
+    } else {
+        run(Constant<FLOAT16>(), Constant<0>());
+    }
     for (int distance = 16; distance; distance >>= 1) {
         high += __shfl_xor_sync(FULL_WARP, high, distance);
         low += __shfl_xor_sync(FULL_WARP, low, distance);
@@ -786,6 +849,72 @@ __device__ __forceinline__ float number_at(const u8* numbers, int i, int n, int 
     return number_of_byte(numbers[i < half ? i : i - half], levels, i >= half);
 }
 
+// Encodes the numbers of a block as bytes, or half bytes, at `numbers`, and its scale. A lane has WIDTH values of each
+// half of the block in a round, since a byte of 4-bit codes has one of each. It keeps the values of two rounds, which
+// are all values of a block of at most 512.
+template <int WIDTH>
+__device__ __forceinline__ void encode_block(
+    const void* values, int size, u8* numbers, float* scale_of, int kind, int levels) {
+    const int lane = threadIdx.x % 32, half = (size + 1) / 2, round = WIDTH * 32, kept = 2 * round;
+    Words words[2][2];
+    auto load_round = [&](int begin) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            int at = begin + r * round + WIDTH * lane;
+            words[r][0] = words[r][1] = {};
+            if (at < half) words[r][0] = load<WIDTH>(values, at, half, kind);
+            if (at < half) words[r][1] = load<WIDTH>(values, half + at, size, kind);
+        }
+    };
+    u32 largest = 0, mask = kind == FLOAT32 ? 0x7fffffffu : 0x7fffu;
+    for (int begin = 0; begin < half; begin += kept) {
+        load_round(begin);
+#pragma unroll
+        for (int k = 0; k < 4 * WIDTH; ++k) {
+            largest = larger(largest, raw_of(words[k / (2 * WIDTH)][k / WIDTH % 2], k % WIDTH, kind) & mask);
+        }
+    }
+    largest = bits_of_raw(warp_max(largest), kind);
+    float scale = div_rn(float_of_bits(largest), (float)levels);
+    scale = is_less(scale, float_of_bits(SCALE_FLOOR_BITS)) ? float_of_bits(SCALE_FLOOR_BITS) : scale;
+    scale = float_of_bits(bits_of_float(scale) & 0xffffff80u);  // 17 bits, as in `kernels._block_scale`
+    bool finite = largest < INFINITY_BITS;
+    if (!finite) scale = float_of_bits(NAN_BITS);
+    if (lane == 0) *scale_of = scale;
+    float inverse = div_rn(1.0f, scale);
+    for (int begin = 0; begin < half; begin += kept) {
+        if (half > kept) load_round(begin);
+#pragma unroll 1
+        for (int at = begin + WIDTH * lane; at < half && at < begin + kept; at += round) {
+            u32 codes[2][WIDTH];
+#pragma unroll
+            for (int part = 0; part < 2; ++part) {
+                float scaled[WIDTH];
+                numbers_of(words[0][part], kind, scaled);
+#pragma unroll
+                for (int k = 0; k < WIDTH; ++k) {
+                    scaled[k] = mul_rn(scaled[k], inverse);
+                    u32 code = levels == LEVELS_OF_E4M3 ? encode_e4m3(scaled[k]) : to_integer(scaled[k]) & 0xffu;
+                    codes[part][k] = finite ? code : 0;
+                }
+            }
+            if (levels == LEVELS_OF_4_BITS) {
+#pragma unroll
+                for (int k = 0; k < WIDTH; ++k) codes[0][k] = (codes[0][k] & 15u) | (codes[1][k] << 4 & 0xf0u);
+            } else {
+                store_raws(numbers, half + at, size, codes[1], BYTE);
+            }
+            store_raws(numbers, at, half, codes[0], BYTE);
+            for (int part = 0; part < 2; ++part) words[0][part] = words[1][part];
+        }
+    }
+}
+
+// Returns true if lanes can take four values of each half of a block: at `values`, and at `numbers`.
+__device__ __forceinline__ bool halves_take_four(const void* values, const u8* numbers, int size, int kind) {
+    return size % 8 == 0 && takes_four(values, kind) && takes_four(numbers, BYTE);
+}
+
 // Writes the code of row order[r] of `values`, or of row r if `order` is null, to row r of `codes`; rows
 // [skip_first, skip_last) do not change.
 extern "C" __global__ void __launch_bounds__(THREADS) encode(
@@ -799,35 +928,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) encode(
     i64 first = (order ? order[row] : row) * numel + start;
     u8* code = codes + row * code_nbytes;
     u8* numbers = code + 4 * blocks + start * bits / 8;
-
-    u32 largest = 0;
-    for (int i = lane; i < size; i += 32) {
-        u32 bits_of = bits_of_raw(load_raw(values, first + i, kind), kind) & 0x7fffffffu;
-        largest = bits_of > largest ? bits_of : largest;
-    }
-    largest = warp_max(largest);
-    float scale = div_rn(float_of_bits(largest), (float)levels);
-    scale = is_less(scale, float_of_bits(SCALE_FLOOR_BITS)) ? float_of_bits(SCALE_FLOOR_BITS) : scale;
-    scale = float_of_bits(bits_of_float(scale) & 0xffffff80u); // 17 bits, as in `kernels._block_scale`
-    bool finite = largest < INFINITY_BITS;
-    if (!finite) scale = float_of_bits(NAN_BITS);
-    if (lane == 0) ((float*)code)[index] = scale;
-    float inverse = div_rn(1.0f, scale);
-    if (bits == 8) {
-        for (int i = lane; i < size; i += 32) {
-            float scaled = mul_rn(number_of(load_raw(values, first + i, kind), kind), inverse);
-            u8 number = levels == LEVELS_OF_E4M3 ? encode_e4m3(scaled) : (u8)to_integer(scaled);
-            numbers[i] = finite ? number : 0;
-        }
+    const void* begin = (const char*)values + first * size_of(kind);
+    if (halves_take_four(begin, numbers, size, kind)) {
+        encode_block<4>(begin, size, numbers, (float*)code + index, kind, levels);
     } else {
-        int half = (size + 1) / 2;
-        for (int i = lane; i < half; i += 32) {
-            u32 low = to_integer(mul_rn(number_of(load_raw(values, first + i, kind), kind), inverse)) & 15u, high = 0;
-            if (i + half < size) {
-                high = to_integer(mul_rn(number_of(load_raw(values, first + half + i, kind), kind), inverse)) << 4;
-            }
-            numbers[i] = finite ? (u8)(low | high) : 0;
-        }
+        encode_block<1>(begin, size, numbers, (float*)code + index, kind, levels);
     }
     // Zeroes the padding, so that equal values have bytewise equal codes.
     if (index == blocks - 1) {
@@ -835,66 +940,58 @@ extern "C" __global__ void __launch_bounds__(THREADS) encode(
     }
 }
 
-__device__ __forceinline__ void store_four(void* array, i64 first, const float (&values)[4], int kind) {
-    if (kind == FLOAT32) {
-        Words words;
-#pragma unroll
-        for (int k = 0; k < 4; ++k) words.at[k] = bits_of_float(values[k]);
-        *(Words*)((u32*)array + first) = words;
-        return;
-    }
-    u16 halves[4];
-#pragma unroll
-    for (int k = 0; k < 4; ++k) store(halves, k, values[k], kind);
-    *(u64*)((u16*)array + first) =
-        (u64)(halves[0] | (u32)halves[1] << 16) | (u64)(halves[2] | (u32)halves[3] << 16) << 32;
-}
-
-__device__ __forceinline__ bool takes_four(const void* array, i64 first, int kind) {
-    i64 itemsize = kind == FLOAT32 ? 4 : 2;
-    return ((u64)array + first * itemsize) % (4 * itemsize) == 0;
-}
-
-// Stores or adds the numbers of four codes in the bytes of a word, at a multiple of their size.
-__device__ __forceinline__ void decode_word(
-    u32 word, float scale, void* out, i64 first, int kind, int levels, bool upper, int adds) {
+// Stores or adds the numbers of WIDTH codes, which are whole bytes or halves of bytes.
+template <int WIDTH>
+__device__ __forceinline__ void decode_bytes(
+    const Words& bytes, float scale, void* out, int first, int end, int kind, int levels, bool upper, int adds) {
     Words before;
-    if (adds) before = *(const Words*)((u32*)out + first);
-    float values[4];
+    if (adds) before = load<WIDTH>(out, first, end, FLOAT32);
+    float values[WIDTH];
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-        values[k] = mul_rn(number_of_byte(word >> 8 * k & 0xffu, levels, upper), scale);
+    for (int k = 0; k < WIDTH; ++k) {
+        values[k] = mul_rn(number_of_byte(raw_of(bytes, k, BYTE), levels, upper), scale);
         if (is_nan(scale)) values[k] = scale;
         if (adds) values[k] = add_rn(float_of_bits(before.at[k]), values[k]);
     }
-    store_four(out, first, values, kind);
+    store(out, first, end, values, kind);
+}
+
+// Decodes a block; a lane loads the codes of four rounds before it decodes them.
+template <int WIDTH>
+__device__ __forceinline__ void decode_block(
+    const u8* numbers, float scale, void* out, int size, int kind, int levels, int adds) {
+    const int round = WIDTH * 32, bits = bits_of_levels(levels), nbytes = bits == 4 ? (size + 1) / 2 : size;
+    for (int begin = WIDTH * (threadIdx.x % 32); begin < nbytes; begin += 4 * round) {
+        Words words[4];
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            if (begin + r * round < nbytes) words[r] = load<WIDTH>(numbers, begin + r * round, nbytes, BYTE);
+        }
+#pragma unroll 1
+        for (int at = begin; at < nbytes && at < begin + 4 * round; at += round) {
+            decode_bytes<WIDTH>(words[0], scale, out, at, nbytes, kind, levels, false, adds);
+            if (bits == 4) decode_bytes<WIDTH>(words[0], scale, out, nbytes + at, size, kind, levels, true, adds);
+            for (int r = 0; r < 3; ++r) words[r] = words[r + 1];
+        }
+    }
 }
 
 // Writes the values of row r of `codes` to row r of `out`, or with `adds` adds them, in float32.
 extern "C" __global__ void __launch_bounds__(THREADS) decode(
     const u8* codes, void* out, i64 numel, i64 code_nbytes, int kind, int levels, int block, int adds) {
-    int row = blockIdx.y, index = warp_index(), lane = threadIdx.x % 32, bits = bits_of_levels(levels);
+    int row = blockIdx.y, index = warp_index(), bits = bits_of_levels(levels);
     i64 blocks = (numel + block - 1) / block;
     if (index >= blocks) return;
     i64 start = (i64)index * block;
-    int size = (int)(numel - start < block ? numel - start : block), nbytes = size * bits / 8;
-    i64 first = row * numel + start;
+    int size = (int)(numel - start < block ? numel - start : block);
     const u8* code = codes + row * code_nbytes;
     const u8* numbers = code + 4 * blocks + start * bits / 8;
     float scale = ((const float*)code)[index];
-    if (size % 8 == 0 && (u64)numbers % 4 == 0 && takes_four(out, first, kind)) {
-        for (int i = 4 * lane; i < nbytes; i += 4 * 32) {
-            u32 word = *(const u32*)(numbers + i);
-            decode_word(word, scale, out, first + i, kind, levels, false, adds);
-            if (bits == 4) decode_word(word, scale, out, first + nbytes + i, kind, levels, true, adds);
-        }
-        return;
-    }
-    for (int i = lane; i < size; i += 32) {
-        float value = mul_rn(number_at(numbers, i, size, levels), scale);
-        if (is_nan(scale)) value = scale;
-        if (adds) value = add_rn(((const float*)out)[first + i], value);
-        store(out, first + i, value, kind);
+    void* begin = (char*)out + (row * numel + start) * size_of(kind);
+    if (halves_take_four(begin, numbers, size, kind)) {
+        decode_block<4>(numbers, scale, begin, size, kind, levels, adds);
+    } else {
+        decode_block<1>(numbers, scale, begin, size, kind, levels, adds);
     }
 }
 
@@ -943,24 +1040,24 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_levels(
     i64 index = byte >> (31 - __clz(half)), first = byte + index * half;
     u32 size = has_exponents ? scales[index] : ((const u32*)scales)[index];
     if (has_exponents) size = size == 255u ? NAN_BITS : size << 23;
-    u32 word = 0;
-    if ((u64)codes % 4 == 0) {
-        word = *(const u32*)(codes + byte);
+    Words word = {};
+    if (takes_four(codes, BYTE)) {
+        word = load<4>(codes, byte, numel, BYTE);
     } else {
-        for (int k = 0; k < 4; ++k) word |= (u32)codes[byte + k] << 8 * k;
+        for (int k = 0; k < 4; ++k) word.at[0] |= (u32)codes[byte + k] << 8 * k;
     }
 #pragma unroll
     for (int upper = 0; upper < 2; ++upper) {
         float values[4];
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-            values[k] = mul_rn(table[word >> (8 * k + 4 * upper) & 15u], float_of_bits(size));
+            values[k] = mul_rn(table[word.at[0] >> (8 * k + 4 * upper) & 15u], float_of_bits(size));
         }
         i64 at = blockIdx.y * numel + first + upper * half;
-        if (takes_four(out, at, kind)) {
-            store_four(out, at, values, kind);
+        if (takes_four((char*)out + at * size_of(kind), kind)) {
+            store(out, at, numel, values, kind);
         } else {
-            for (int k = 0; k < 4; ++k) store(out, at + k, values[k], kind);
+            for (int k = 0; k < 4; ++k) store<1>(out, at + k, at + 4, {values[k]}, kind);
         }
     }
 }

@@ -10,7 +10,7 @@ order, so the norm is a sum of integers. The caller connects its three steps wit
 
 The sums are exact up to 2**38 elements over all ranks (2.7e11). Squares are rounded to multiples of 2**-50 of
 ``4**exponent``, at most 4 times the largest square, so the norm's relative error is at most N * 2**-50 for N elements,
-and typically about sqrt(N) * 2**-50. The CPU and the torch path give equal integers.
+and typically about sqrt(N) * 2**-50. CPU, torch operations and kernels give the same sum, kernels in other parts.
 
 `max_abs_into` and `square_sums_into` compute the same on a device without blocking the host: they add to values on the
 device, from which `step_control.py` computes the norm.

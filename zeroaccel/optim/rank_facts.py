@@ -339,20 +339,6 @@ class HyperparameterCheck:
         self._uncompared, self._late = self._late, {}
         return _hashed(f"{self._compared} {self._uncompared}") if self._uncompared else self._compared
 
-    def compare(self, step: int) -> None:
-        """Compares the settings with a separate collective. (all ranks)
-
-        Raises:
-            UsageError: see `refuse`.
-        """
-        if self._collectives.world_size == 1:
-            return
-        digest = float(self.digest())
-        extremes = torch.tensor([digest, -digest], dtype=torch.float64)
-        self._collectives.all_reduce(extremes, "max", "hyperparameters")
-        if extremes[0] != -extremes[1]:
-            self.refuse(step)
-
     def note_update(self) -> None:
         """Records the current settings, which an update uses. See [Note: numbers that change late]."""
         if self._collectives.world_size > 1 and self._current_digest() != self._compared:

@@ -11,9 +11,9 @@ C of Mamba-2) go with the heads that read them. An operation expects the same nu
 that reads 2 heads of one group and 4 of the next receives the second one twice (`groups_of`); autograd sums the
 gradients of copies.
 
-**More ranks than heads** share a head and deal its queries, each for all keys. Of 2 v pieces in order, a rank takes the
-i-th from the front and from the end, so that causal attention costs each the same (zig-zag order: Zhu, 2024,
-github.com/zhuzilin/ring-flash-attention).
+**More ranks than heads**: v ranks share heads in a ring and deal their tokens (`ring.py`). Of 2 v pieces in order, a
+rank takes the i-th from the front and from the end, so that causal attention costs each the same (zig-zag order: Zhu,
+2024, github.com/zhuzilin/ring-flash-attention).
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ def groups_of(share: range, heads: int, groups: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Dealing:
-    """The heads and queries of each rank.
+    """The heads and tokens of each rank.
 
     Attributes:
         heads: H.
         ranks: P.
-        deals_queries: more ranks than heads deal the queries of a head; otherwise some ranks have no head.
+        in_rings: more ranks than heads share the tokens of a head; otherwise some ranks have no head.
     """
 
     heads: int
     ranks: int
-    deals_queries: bool = False
+    in_rings: bool = False
 
     @cached_property
-    def query_parts(self) -> int:
+    def ring_size(self) -> int:
         """Number of ranks that share each head, v."""
-        if not self.deals_queries or self.ranks <= self.heads:
+        if not self.in_rings or self.ranks <= self.heads:
             return 1
         return next(
             parts for parts in range(1, self.ranks + 1) if self.ranks % parts == 0 and self.ranks // parts <= self.heads
@@ -67,24 +67,35 @@ class Dealing:
 
     def share(self, rank: int) -> range:
         """Returns the heads of a rank."""
-        parts, part = self.ranks // self.query_parts, rank // self.query_parts
+        parts, part = self.ranks // self.ring_size, rank // self.ring_size
         return range(part * self.heads // parts, (part + 1) * self.heads // parts)
 
     def groups(self, rank: int, groups: int) -> list[int]:
         """Returns the groups of a rank, of `groups` in all."""
         return groups_of(self.share(rank), self.heads, groups)
 
-    def queries(self, source: int, rank: int, run: int) -> list[int]:
-        """Returns which of the tokens of rank `source` are queries of `rank`, of a run of s."""
-        parts = self.query_parts
-        if parts == 1:
-            return list(range(run))
-        pieces = (2 * source, range(run // 2)), (2 * source + 1, range(run // 2, run))
-        return [token for piece, tokens in pieces if self._part(piece) == rank % parts for token in tokens]
+    def tokens(self, source: int, rank: int, run: int) -> list[int]:
+        """Returns which of the tokens of rank `source`, a run of s, rank `rank` has of its heads in a ring."""
+        return [token - source * run for piece in self._pieces(source, rank, run) for token in piece]
+
+    def pieces(self, rank: int, run: int) -> list[range]:
+        """Returns the tokens of a rank in the whole sequence, in pieces of half a run."""
+        return [piece for source in range(self.ranks) for piece in self._pieces(source, rank, run)]
+
+    def all_pieces(self, run: int) -> list[range]:
+        """Returns the pieces of all ranks that share heads: the whole sequence."""
+        return [piece for rank in range(self.ring_size) for piece in self.pieces(rank, run)]
+
+    def _pieces(self, source: int, rank: int, run: int) -> list[range]:
+        if self.ring_size == 1:
+            return [range(source * run, (source + 1) * run)]
+        ends = source * run, source * run + run // 2, (source + 1) * run
+        halves = enumerate(itertools.pairwise(ends), 2 * source)
+        return [range(*piece) for place, piece in halves if self._part(place) == rank % self.ring_size]
 
     def _part(self, piece: int) -> int:
-        place = piece % (2 * self.query_parts)
-        return min(place, 2 * self.query_parts - 1 - place)
+        place = piece % (2 * self.ring_size)
+        return min(place, 2 * self.ring_size - 1 - place)
 
 
 @dataclass(frozen=True)
@@ -94,13 +105,13 @@ class Dealt:
     Attributes:
         tokens: dim of this rank's tokens.
         heads: dim of heads or groups; None if each rank needs the whole tensor.
-        is_query: only some tokens go to each rank.
+        in_ring: only some tokens go to each rank.
     """
 
     tensor: Tensor
     tokens: int
     heads: int | None = None
-    is_query: bool = False
+    in_ring: bool = False
 
     def places(self, dealing: Dealing, rank: int) -> list[int]:
         """Returns the heads or groups that a rank receives; the only one if there is no such dim."""
@@ -124,8 +135,8 @@ def to_heads(group: SequenceGroup, dealing: Dealing, dealt: Sequence[Dealt], lab
             for index, front in zip(indices, fronts, strict=True):
                 item = dealt[index]
                 sent = _taken(front, 0, item.places(dealing, rank))
-                if item.is_query:
-                    sent = _taken(sent, 1, dealing.queries(group.rank, rank, front.shape[1]))
+                if item.in_ring:
+                    sent = _taken(sent, 1, dealing.tokens(group.rank, rank, front.shape[1]))
                 own.append(sent.reshape(-1))
             parts.append(torch.cat(own))
             shapes.append(
@@ -153,13 +164,13 @@ def to_heads(group: SequenceGroup, dealing: Dealing, dealt: Sequence[Dealt], lab
 def to_tokens(group: SequenceGroup, dealing: Dealing, own: Dealt, run: int, label: str) -> Tensor:
     """Returns this rank's tokens of all heads, from its heads over all tokens. Differentiable. (all ranks)"""
     front = _front(own)
-    counts = [len(dealing.queries(rank, group.rank, run)) for rank in range(group.size)]
+    counts = [len(dealing.tokens(rank, group.rank, run)) for rank in range(group.size)]
     parts = [part.reshape(-1) for part in front.split(counts, 1)]
-    tokens = [dealing.queries(group.rank, rank, run) for rank in range(group.size)]
+    tokens = [dealing.tokens(group.rank, rank, run) for rank in range(group.size)]
     shapes = [(len(dealing.share(rank)), len(tokens[rank]), *front.shape[2:]) for rank in range(group.size)]
     received = group.exchange_parts(parts, list(map(math.prod, shapes)), label)
     pieces = [part.view(shape) for part, shape in zip(received, shapes, strict=True)]
-    together = dealing.query_parts
+    together = dealing.ring_size
     if together > 1:
         shares = []
         for first in range(0, group.size, together):
@@ -178,7 +189,7 @@ def _front(item: Dealt) -> Tensor:
 
 
 def _received(item: Dealt, front: Tensor, dealing: Dealing, source: int, rank: int) -> tuple[int, ...]:
-    tokens = len(dealing.queries(source, rank, front.shape[1])) if item.is_query else front.shape[1]
+    tokens = len(dealing.tokens(source, rank, front.shape[1])) if item.in_ring else front.shape[1]
     return (len(item.places(dealing, rank)), tokens, *front.shape[2:])
 
 

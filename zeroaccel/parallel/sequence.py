@@ -119,7 +119,7 @@ class SequenceGroup:
             self._counted[cut["position_ids"]] = True
         return cut
 
-    def mean_loss(self, loss: Tensor, labels: Tensor) -> Tensor:
+    def mean_loss(self, loss: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Returns the loss of whole sequences, the same value on each rank of the group. (all ranks of the group)
 
         Its gradient is scaled so that the average of gradients over all ranks is the gradient of the whole batch.
@@ -127,12 +127,16 @@ class SequenceGroup:
         Args:
             loss: mean over this rank's labels; ignored if all of them are `IGNORED_LABEL`.
             labels: labels of this rank's tokens, shifted.
+            num_items_in_batch: with it, `loss` is the sum over this rank's labels divided by this number, as a model of
+                transformers computes it, and the result is the sum over whole sequences divided by it.
         """
         with torch.no_grad():
             count = (labels != IGNORED_LABEL).sum()
+            if num_items_in_batch is not None:
+                count = torch.ones_like(count)
             own = torch.stack([torch.where(count > 0, loss.detach().double(), 0.0), count.double()])
             losses, counts = self.gather(own.view(1, 1, 2))[0].unbind(1)
-            total = counts.sum().clamp(min=1)
+            total = counts.sum().clamp(min=1) if num_items_in_batch is None else counts[0]
             mean = (losses * counts).sum() / total
         weight = (self.size * count / total).to(loss.dtype)
         scaled = torch.where(count > 0, loss, 0.0) * weight

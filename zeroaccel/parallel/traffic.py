@@ -13,12 +13,15 @@ P ranks that share a sequence.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from zeroaccel.config.comm_plan import StepTraffic
 from zeroaccel.config.parallel import ParallelConfig
+from zeroaccel.parallel.attention_pattern import Band
 from zeroaccel.parallel.dealing import Dealing
+from zeroaccel.parallel.ring import ring_tokens
 
 __all__ = [
     "SplitLayerShape",
@@ -109,8 +112,12 @@ def sequence_traffic(
     accumulation: int = 1,
     padded: bool = False,
     averages_loss: bool = True,
+    window: float = math.inf,
 ) -> StepTraffic:
     """Returns the exchanges of heads in forward and backward, and of masks and losses. (Ulysses, arXiv:2309.14509)
+
+    With more ranks than heads, keys and values also visit the ranks that share their heads, forward and backward, and
+    their gradients return; those that causal attention does not need stay.
 
     Args:
         layers: number of attention layers.
@@ -118,16 +125,21 @@ def sequence_traffic(
         heads, key_heads: heads of the rank's layers, which need not divide; see `dealing.py`.
         padded: batches have a padding mask.
         averages_loss: the loss is averaged by `SequenceGroup.mean_loss`.
+        window: number of tokens that a token attends to, itself included.
     """
     run = tokens // mesh.sp
-    dealing = Dealing(heads, mesh.sp, deals_queries=True)
+    dealing = Dealing(heads, mesh.sp, in_rings=True)
     head = 2 * layers * batch * head_width * itemsize * accumulation  # of a token, forward and backward
     each = (batch * run * (_POSITION_NBYTES + padded) + averages_loss * _LOSS_NBYTES) * accumulation
 
+    band = Band(window - 1, 0)
+
     def between(source: int, rank: int) -> int:
         # Queries go there, and outputs come back; keys and values go to all ranks that read them.
-        queries = len(dealing.share(rank)) * len(dealing.queries(source, rank, run))
-        return head * 2 * (queries + len(dealing.groups(rank, key_heads)) * run)
+        shared = len(dealing.groups(rank, key_heads))
+        tokens = len(dealing.tokens(source, rank, run))
+        in_ring = 2 * ring_tokens(dealing, run, band, source, rank) + ring_tokens(dealing, run, band, rank, source)
+        return head * (2 * tokens * (len(dealing.share(rank)) + shared) + shared * in_ring)
 
     return _to_peers(each, mesh.groups("sp"), ranks_per_node) + _of_pairs(mesh, between, ranks_per_node)
 

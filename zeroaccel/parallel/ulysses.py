@@ -15,9 +15,9 @@ out (B, S, H/P, D)
 out (B, s, H, D)
 ```
 
-**Heads** are dealt by `dealing.py`, also if P does not divide them or is larger; then ranks share a head and each takes
-some of its queries, with their rows of the mask. Layers other than attention that carry something along the sequence
-are in `sequence_layers.py`.
+**Heads** are dealt by `dealing.py`, also if P does not divide them. If P is larger, ranks share heads, each with some
+of the tokens, and `ring.py` computes attention instead of the model's function. Layers other than attention that carry
+something along the sequence are in `sequence_layers.py`.
 
 **The mask** must be that of whole sequences. Before each forward the ranks gather their padding masks and positions;
 the model gets the padding mask of all S tokens, from which transformers' mask functions take the length of the keys.
@@ -31,15 +31,19 @@ rank computes the loss of whole sequences. The gradient of the logits is the sum
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zeroaccel.comm.agree import agreed
@@ -48,7 +52,9 @@ from zeroaccel.comm.topology import Topology, peer_recorder
 from zeroaccel.config.parallel import ParallelConfig
 from zeroaccel.engine import EngineBase
 from zeroaccel.errors import UsageError
+from zeroaccel.parallel.attention_pattern import Band, Pattern, WholeSequences, with_blocks
 from zeroaccel.parallel.dealing import Dealing, Dealt, to_heads, to_tokens
+from zeroaccel.parallel.ring import Ring
 from zeroaccel.parallel.sequence import SequenceGroup
 from zeroaccel.parallel.sequence_layers import SequenceLayers, check_layers, has_layers
 from zeroaccel.setup.axis import Axis
@@ -59,22 +65,8 @@ from zeroaccel.setup.job import JobSpec
 __all__ = ["SequenceAxis", "UlyssesAttention"]
 
 _EAGER = "eager"
+_BLOCK_NUMBERS = "get_block_sequence_ids_for_mask"  # counts the images of each rank; other models have one block
 _CURE = "train it with sp=1, and more ranks of dp_shard"
-
-
-@dataclass(frozen=True)
-class WholeSequences:
-    """Inputs for the masks of one forward, for all S tokens.
-
-    Attributes:
-        padding: (B, S) bool, False for padding; None without a padding mask.
-        packed: (B, S) index of each token's sequence in its row; None if each row is one sequence.
-    """
-
-    length: int
-    device: torch.device
-    padding: Tensor | None
-    packed: Tensor | None
 
 
 class UlyssesAttention:
@@ -116,6 +108,8 @@ class UlyssesAttention:
         self._agreed: set[tuple[object, ...]] = set()  # run shapes already compared between the ranks of the group
         self._forced: bool | None = None
         self.run, self.packs = 0, True
+        self._numbers_blocks = any(hasattr(_file_of(part), _BLOCK_NUMBERS) for part in model.modules())
+        self._patterns: dict[int, Pattern] = {}  # address of a mask that stands for one -> the pattern
         # Positions of this rank's run -> positions of whole sequences; recomputation in backward needs them again.
         self._positions: Any = WeakIdKeyDictionary()
         for part in model.modules():
@@ -186,7 +180,9 @@ class UlyssesAttention:
         all_padding = None if padding is None else group.gather(padding.to(torch.bool))
         # Padded rows may count positions in any way; a padding mask alone defines the attention.
         is_packed = all_padding is None and not counts and bool((packed[:, -1] > 0).any())
-        self._sequences = WholeSequences(whole.shape[1], whole.device, all_padding, packed if is_packed else None)
+        self._sequences = WholeSequences(
+            whole.shape[1], whole.device, all_padding, packed if is_packed else None, whole
+        )
         if all_padding is None:
             all_padding = torch.ones_like(whole, dtype=torch.bool)
         taken = inspect.signature(model.forward).parameters
@@ -255,16 +251,48 @@ class UlyssesAttention:
             changed["cache_position"] = torch.arange(length, device=places.device)
         else:
             changed |= {"q_length": length, "q_offset": 0}
-        if sequences.packed is not None and self.packs:
-            changed["mask_function"] = _within_sequences(arguments["mask_function"], sequences.packed)
+        function = with_blocks(arguments["mask_function"], self._whole_blocks)
+        changed["mask_function"] = function
+        band = Band.of(function)
+        if not self.packs or (band is not None and band.after > 0):  # transformers packs causal attention only
+            sequences = replace(sequences, packed=None)
+        if sequences.packed is not None:
+            changed["mask_function"] = _within_sequences(sequences.within(function), sequences.packed)
             changed["allow_is_causal_skip"] = False
         heads = getattr(arguments["config"], "num_attention_heads", None)
         dealing = self._dealing(heads // self._head_parts if isinstance(heads, int) else self.group.size)
-        if dealing.query_parts > 1:
-            rows = self._rows(dealing, length // self.group.size, sequences.device)
-            function = changed.get("mask_function", arguments["mask_function"])
-            changed |= {"mask_function": _of_rows(function, rows), "allow_is_causal_skip": False, "q_length": len(rows)}
-        return make(**{**arguments, **changed})
+        whole = partial(make, **{**arguments, **changed})
+        if dealing.ring_size == 1:
+            return whole()
+        pieces = dealing.all_pieces(length // self.group.size)
+        rows = arguments["batch_size"]
+        pattern = Pattern(band, pieces, function=function, rows=rows, sequences=sequences, whole=whole)
+        # Models pass a mask of 4 dims on. NaN shows if one computes with it.
+        mask = torch.full((), math.nan, device=sequences.device).expand(rows, 1, length, length)
+        self._patterns[mask.data_ptr()] = pattern
+        weakref.finalize(mask.untyped_storage(), self._patterns.pop, mask.data_ptr(), None)
+        return mask
+
+    def _whole_blocks(self, own: Tensor) -> Tensor:
+        """Returns the block of each token of whole sequences, -1 for none; this rank's come first in `own`."""
+        sequences = self._sequences
+        assert sequences is not None, "a mask is built outside a forward"
+        if sequences.packed is not None:
+            raise UsageError(
+                "sequence parallelism: forward: position_ids",
+                expected="one sequence in each row, for tokens that attend to each other in blocks, such as images",
+                got="packed sequences",
+                fix="train one sequence per row, with a padding mask",
+            )
+        run = sequences.length // self.group.size
+        ids = self.group.gather(own[:, :run])
+        if not self._numbers_blocks:
+            return ids
+        # A block that the cut divides goes on: the ids of two ranks have nothing in common.
+        follows = ids[:, 1:] == ids[:, :-1]
+        follows[:, run - 1 :: run] = True
+        starts = functional.pad(~(follows & (ids[:, :-1] >= 0)), (1, 0), value=True) & (ids >= 0)
+        return torch.where(ids >= 0, starts.cumsum(1) - 1, -1)
 
     def attend(
         self,
@@ -292,52 +320,50 @@ class UlyssesAttention:
         for name in ("s_aux", "sinks"):
             if kwargs.get(name) is not None:
                 kwargs[name] = _of_heads(kwargs[name], query.shape[1], share, module)
-        dealt = [Dealt(query, 2, 1, is_query=True), Dealt(key, 2, 1), Dealt(value, 2, 1)]
+        sinks = getattr(module, "sinks", None)
+        sinks = _of_heads(sinks, dealing.heads, share, module) if isinstance(sinks, Tensor) else None
+        in_ring = dealing.ring_size > 1
+        known = self._patterns.get(mask.data_ptr()) if isinstance(mask, Tensor) and not any(mask.stride()) else None
+        if known is not None and not in_ring:  # a layer with more heads than others
+            mask = known.whole()
+        pattern = known or self._pattern(module, dealing, run, mask, kwargs) if in_ring else None
+        dealt = [Dealt(query, 2, 1, in_ring=True), *(Dealt(one, 2, 1, in_ring=in_ring) for one in (key, value))]
         query, key, value = to_heads(group, dealing, dealt, "exchange heads")
-        if dealing.query_parts > 1:
-            mask = self._mask_of_rows(module, dealing, query, key, mask, kwargs)
+        if pattern is not None:
+            scale = kwargs.get("scaling")
+            scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
+            ring = Ring(group, dealing, run, pattern, scale, kwargs.get("softcap"))
+            out = ring.attend(query, key, value, kwargs.get("s_aux", kwargs.get("sinks", sinks)))
+            return to_tokens(group, dealing, Dealt(out.transpose(1, 2), 1, 2), run, "exchange outputs"), None
         positions = kwargs.get("position_ids")
         if positions is not None:
             kwargs["position_ids"] = self._positions.get(positions, positions)
-        sinks = getattr(module, "sinks", None)
-        sinks = _of_heads(sinks, dealing.heads, share, module) if isinstance(sinks, Tensor) else None
         part = _Grouped(module, query.shape[1] // key.shape[1], sinks)
         out, _ = attention(part, query, key, value, mask, **kwargs)
         return to_tokens(group, dealing, Dealt(out, 1, 2), run, "exchange outputs"), None
 
     def _dealing(self, heads: int) -> Dealing:
-        return Dealing(heads, self.group.size, deals_queries=True)
+        return Dealing(heads, self.group.size, in_rings=True)
 
-    def _rows(self, dealing: Dealing, run: int, device: torch.device) -> Tensor:
-        """Returns the places of this rank's queries in the whole sequence."""
-        group = self.group
-        places = [
-            source * run + token for source in range(group.size) for token in dealing.queries(source, group.rank, run)
-        ]
-        return torch.tensor(places, device=device)
-
-    def _mask_of_rows(
-        self, module: nn.Module, dealing: Dealing, query: Tensor, key: Tensor, mask: Any, kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Returns the rows of the mask for this rank's queries, whose heads other ranks share."""
-        length = key.shape[2]
-        if self.implementation not in (_EAGER, "sdpa"):
+    def _pattern(self, module: nn.Module, dealing: Dealing, run: int, mask: Any, kwargs: Mapping[str, Any]) -> Pattern:
+        """Returns which tokens attend to which, for attention whose heads ranks share."""
+        pieces, length = dealing.all_pieces(run), run * self.group.size
+        if mask is None and self.implementation in (_EAGER, "sdpa"):
+            is_causal = kwargs.get("is_causal")
+            is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            return Pattern(Band(after=0) if is_causal and self.implementation != _EAGER else Band(), pieces)
+        if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[-2:] != (length, length):
             raise UsageError(
                 f"sequence parallelism: {type(module).__name__}",
-                expected=f"at least {self.group.size} attention heads, or attention with a mask of queries and keys",
-                got=f"{dealing.heads} heads and {self.implementation}",
+                expected=f"at least {self.group.size} attention heads, or a mask of {length} queries and keys",
+                got=f"{dealing.heads} heads, {self.implementation} and "
+                + (
+                    f"a mask of {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"a mask of {type(mask).__name__}"
+                ),
                 fix='load the model with attn_implementation="sdpa", or use fewer ranks of sp',
             )
-        if isinstance(mask, Tensor):
-            if mask.shape[-2] != length:
-                return mask
-            return mask.index_select(-2, self._rows(dealing, length // self.group.size, mask.device))
-        is_causal = kwargs.get("is_causal")
-        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        if self.implementation == _EAGER or not is_causal:
-            return mask
-        rows = self._rows(dealing, length // self.group.size, query.device)
-        return (torch.arange(length, device=query.device) <= rows[:, None])[None, None]
+        share = dealing.share(self.group.rank)
+        return Pattern(None, pieces, values=mask if mask.shape[1] == 1 else mask[:, share.start : share.stop])
 
     def whole_logits(self, layers: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Gathers router logits, (B s, E) of each layer -> (B S, E), differentiable. (all ranks of the group)"""
@@ -352,8 +378,9 @@ class UlyssesAttention:
 def _check_attended(module: nn.Module, query: Tensor, key: Tensor, kwargs: Mapping[str, Any]) -> None:
     """Refuses attention that an exchange of heads would change, on all ranks, whose shapes are equal."""
     heads, key_heads = query.shape[1], key.shape[1]
+    is_cross = getattr(module, "is_cross_attention", False) or "CrossAttention" in type(module).__name__
     reasons = {
-        "attention of a sequence to itself": key.shape[2] != query.shape[2]
+        "attention of a sequence to itself": (is_cross or key.shape[2] != query.shape[2])
         and f"{query.shape[2]} queries and {key.shape[2]} keys on a rank (cross-attention)",
         "a number of heads that is a multiple of that of key heads": heads % key_heads
         and f"{heads} heads and {key_heads} key heads",
@@ -380,15 +407,6 @@ def _of_heads(values: Tensor, heads: int, share: range, module: nn.Module) -> Te
             fix=_CURE,
         )
     return values[share.start : share.stop]
-
-
-def _of_rows(mask_function: Callable[..., Any], rows: Tensor) -> Callable[..., Any]:
-    """Returns a mask function of transformers for some queries, by their places in the whole sequence."""
-
-    def of_rows(batch: Any, head: Any, query: Any, key: Any) -> Any:
-        return mask_function(batch, head, rows[query], key)
-
-    return of_rows
 
 
 def _within_sequences(mask_function: Callable[..., Any], packed: Tensor) -> Callable[..., Any]:
@@ -473,13 +491,19 @@ def _users() -> Iterator[UlyssesAttention]:
 
 
 _BALANCING = "load_balancing_loss_func"
+_MIXTRAL = "transformers.models.mixtral.modeling_mixtral"  # whose function TRL calls for every model
 _BALANCING_OF: dict[str, Callable[..., Any]] = {}  # file of a model -> transformers' function there
 
 
 def _replace_balancing(model: nn.Module) -> None:
-    for name in {type(part).__module__ for part in model.modules()}:
-        original = getattr(sys.modules.get(name), _BALANCING, None)
-        if original is None or name in _BALANCING_OF:
+    names = {
+        name for name in {type(part).__module__ for part in model.modules()} if hasattr(sys.modules[name], _BALANCING)
+    }
+    if names:
+        names.add(import_module(_MIXTRAL).__name__)
+    for name in names:
+        original = getattr(sys.modules[name], _BALANCING)
+        if name in _BALANCING_OF:
             continue
 
         def of_whole_sequences(
@@ -508,7 +532,7 @@ def _interfaces() -> tuple[Any, Any]:
 
 
 def _eager_of(module: nn.Module) -> Callable[..., Any]:
-    file = sys.modules[type(module).__module__]
+    file = _file_of(module)
     try:
         function: Callable[..., Any] = file.eager_attention_forward
     except AttributeError:
@@ -585,15 +609,38 @@ def _check_eager(implementation: str) -> None:
         )
 
 
-def _check_attention(model: nn.Module, config: Any) -> None:
+def _check_attention(model: Any, config: Any) -> None:
     """Refuses models without attention and layers along the sequence that an exchange could serve."""
-    if not isinstance(getattr(config, "num_attention_heads", None), int) and not has_layers(model):
+    where = f"sequence parallelism: {type(model).__name__}"
+    if getattr(model.config, "is_encoder_decoder", False):
         raise UsageError(
-            f"sequence parallelism: {type(model).__name__}",
+            where,
+            expected="one sequence per sample",
+            got="an encoder and a decoder, whose cross-attention reads another sequence",
+            fix=_CURE,
+        )
+    if has_layers(model):
+        return
+    if not isinstance(getattr(config, "num_attention_heads", None), int):
+        raise UsageError(
+            where,
             expected="num_attention_heads in its config, or operations along the sequence that transformers names",
             got="neither",
             fix="call SequenceGroup.exchange in the model's own layers",
         )
+    attentions = [(name, part) for name, part in model.named_modules() if "Attention" in type(part).__name__]
+    if attentions and not any(hasattr(_file_of(part), "ALL_ATTENTION_FUNCTIONS") for part in model.modules()):
+        name, module = attentions[0]
+        raise UsageError(
+            f"{where}: {name} ({type(module).__name__})",
+            expected="attention that transformers looks up by the name in the model's config",
+            got="attention of the module's own",
+            fix=_CURE,
+        )
+
+
+def _file_of(module: nn.Module) -> Any:
+    return sys.modules.get(type(module).__module__)
 
 
 class SequenceCut(Cut):

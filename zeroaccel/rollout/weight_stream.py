@@ -18,7 +18,6 @@ without a gather.
 from __future__ import annotations
 
 import hashlib
-import sys
 import uuid
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -29,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroaccel.checkpoint.save_plan import EngineState, code_names, persistent_buffers
+from zeroaccel.checkpoint.source_layout import reverted
 from zeroaccel.comm.agree import agree_or_raise, agreed, from_rank_0
 from zeroaccel.comm.collective_tracker import DONE
 from zeroaccel.errors import EngineStateError, UsageError
@@ -646,9 +646,4 @@ def saved_layout(model: nn.Module, values: dict[str, Tensor], *, merged: bool) -
     """
     outer: Any = model
     inner = outer.get_base_model() if merged and hasattr(model, "get_base_model") else model
-    library: Any = sys.modules.get("transformers.modeling_utils")
-    kind, revert = (getattr(library, name, None) for name in ("PreTrainedModel", "revert_weight_conversion"))
-    if kind is None or revert is None or not isinstance(inner, kind) or not values:
-        return values
-    converted: dict[str, Tensor] = revert(inner, values)
-    return converted
+    return reverted(inner, values) if values else values

@@ -94,5 +94,7 @@ def follow_orders(engine: EngineBase) -> None:
         parts, plan = engine.traced_parts(), engine.settings.plan
         stage = sum((plan.optimizer, plan.grads, plan.params))
         accumulation = engine.settings.accumulation
-        order.record(engine, parts.report, parts.collectives.job.rank, stage=stage, accumulation=accumulation)
+        half = any(buffer.dtype.itemsize < 4 for unit in engine.units for buffer in unit.buffers)
+        facts = {"stage": stage, "accumulation": accumulation, "half": half}
+        order.record(engine, parts.report, parts.collectives.job.rank, **facts)
     record_if_asked(engine)

@@ -27,7 +27,8 @@ Backward has no such reads, so it gathers all units of the module. So does recom
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -86,8 +87,6 @@ class ParamCoordinator:
     Attributes:
         in_backward: True between `begin_backward` and `end_backward`.
         on_demand: unshards units while ranks run different numbers of forwards; None while they run the same.
-        agrees_at_end: whether the ranks agree on reads from files at the end of a backward; False if an update uses its
-            gradients earlier.
     """
 
     def __init__(
@@ -103,6 +102,7 @@ class ParamCoordinator:
 
         # -- forward
         self._in_root = False
+        self._spans = False  # a block of several forwards and backwards is one pass
         self._num_forwards = 0
         self._clock = 0
         self._running: list[ForwardUse] = []
@@ -126,7 +126,6 @@ class ParamCoordinator:
         self.on_demand: OnDemandUnshard | None = None
 
         # -- reads from files
-        self.agrees_at_end = True
         self._ranks = collectives.everyone
         self._outcome = FetchOutcome()
         self._swapping_in: list[str] = []  # units with shards being read from a tier; the next need gathers them
@@ -156,7 +155,8 @@ class ParamCoordinator:
         if not (self._running or self.in_backward):  # else the root calls itself, or checkpointing recomputes it
             self._num_forwards += 1
             self._in_root = True
-            self._trace.begin("train" if training else "eval")
+            if not self._spans:
+                self._trace.begin("train" if training else "eval")
 
     def pre_forward(self, unit: ParamUnit, task: int = -1, *, in_turn: bool = False) -> ForwardUse:
         """Unshards a unit, and the units whose parameters it reads, before one of its modules runs.
@@ -239,8 +239,7 @@ class ParamCoordinator:
             OffloadError: a rank could not read a shard; on every rank.
         """
         if not training and not self.in_backward and not self._running and not any(self._pending.values()):
-            self._reshard_all()
-            self._trace.end()
+            self._end_pass()
         if not (self.in_backward or self._running):
             self._in_root = False
             self._outcome.agree(self._ranks, "forward")
@@ -266,7 +265,7 @@ class ParamCoordinator:
 
     def begin_backward(self) -> None:
         """Handles the start of a backward; several may go through one graph."""
-        self.in_backward = self.agrees_at_end = True
+        self.in_backward = True
         self._num_backwards += 1
         self._reached.clear()
 
@@ -359,8 +358,27 @@ class ParamCoordinator:
             uses.clear()
         if self._second_order != self._num_backwards:
             self._second_order = 0
-        self._reshard_all()
-        self._trace.end()
+        self._end_pass()
+
+    def _end_pass(self) -> None:
+        if not self._spans:
+            self._reshard_all()
+            self._trace.end()
+
+    @contextmanager
+    def one_pass(self, kind: str) -> Iterator[None]:
+        """Makes one pass of all forwards and backwards in the block, so that units stay unsharded between them.
+
+        Args:
+            kind: name of the recording that such passes share.
+        """
+        self._trace.begin(kind)
+        self._spans = True
+        try:
+            yield
+        finally:
+            self._spans = False
+        self._end_pass()
 
     def end_step(self) -> None:
         """Reshards, before the weights change, units that a forward without a backward left unsharded."""
@@ -463,6 +481,8 @@ class ParamCoordinator:
             if name in self._live:
                 self._unshard(self._units[name])
         for name in ahead:
+            if self._units[name].install is not None:
+                continue  # its update comes first: waiting for it here would delay the unit that is needed now
             if self._units[name].is_swapped:
                 self._units[name].prefetch()
                 self._live[name] = self._units[name].numel
@@ -478,7 +498,7 @@ class ParamCoordinator:
         else:  # a pass begins
             self.drop_recent()
         # The results of a pass leave the engine only at its end, so one agreement there is enough.
-        defers = not exact and (self.agrees_at_end if self.in_backward else self._in_root)
+        defers = not exact and (self.in_backward or self._in_root)
         unit.unshard(exact=exact, outcome=self._outcome if defers else None)
         self._live[unit.name] = unit.numel
 
@@ -486,7 +506,7 @@ class ParamCoordinator:
         """Reshards `unit`, unless it is pinned or needed again within `stage3_max_reuse_distance`."""
         if unit.name in self._pinned or self._second_order:
             return
-        if self.on_demand is not None or not self._trace.keep(unit.name, self.live_numel):
+        if self.on_demand is not None or not self._trace.keep(unit.name, self._live):
             unit.reshard()
             self._live.pop(unit.name, None)
 

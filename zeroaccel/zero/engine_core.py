@@ -219,7 +219,7 @@ class EngineCore(ModelWrapper):
         self._refuses_compiled = parts.refuses_compiled
         self._undo = contextlib.ExitStack()
         if optimizer is not None:
-            self._undo.callback(optimizer.guard_step().remove)
+            self._undo.callback(optimizer.guard(lambda: self._require_weight_update("state_dict").complete()))
         self._destroyed = False
 
     def _build_weight_update(self, optimizer: ShardedOptimizer) -> WeightUpdate:
@@ -242,6 +242,8 @@ class EngineCore(ModelWrapper):
         # Before the forward computes with them: the next gather would overwrite such a write, so it must not train.
         self._integrity.check()
         self._hooks.attach_outside_graphs(self._refuses_compiled)
+        if self.weight_update is not None and (self._hooks.is_compiled or torch.compiler.is_compiling()):
+            self.weight_update.complete()  # compiled code reads parameters unseen
         self._note_phase("forward" if torch.is_grad_enabled() else "eval")
         dtype = self.settings.input_dtype
         if dtype is not None:
@@ -249,13 +251,15 @@ class EngineCore(ModelWrapper):
         try:
             return self.module(*args, **kwargs)
         except RuntimeError as error:
+            if isinstance(error, OffloadError) and self.weight_update is not None:
+                self.weight_update.fail_update()
             mistake = compiler_failure(error, self.module) or freed_view(error)
             mistake = mistake or misplaced_inputs(error, args, kwargs, self.collectives.topology.device)
             if mistake is None:
                 raise
             raise mistake from error
 
-    def _begin_step(self, *, boundary: bool) -> WeightUpdate:
+    def _begin_step(self) -> WeightUpdate:
         """Checks that a step may be taken now, and counts it; returns the update of the weights."""
         weights = self._require_weight_update("step")
         self._check_usable()
@@ -268,8 +272,6 @@ class EngineCore(ModelWrapper):
             )
         if not self._step.syncs:
             raise EngineStateError("engine.step()", expected="a call outside engine.no_sync()")
-        if not boundary:
-            weights.require_own_step("engine.step() between boundaries")
         self.count_micro_step()
         self._step.applied = False
         self._step.num_backwards = 0
@@ -332,7 +334,7 @@ class EngineCore(ModelWrapper):
 
     def scale_gradients(self, factor: float) -> None:
         """Multiplies the gradients for the next `step()` by `factor`; `gradient_clipping` may still clip them."""
-        self._require_gradients("scale_gradients", own=factor != 1.0).factor = float(factor)
+        self._require_gradients("scale_gradients").factor = float(factor)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamps every element of the reduced gradients to [-clip_value, clip_value]. (all ranks)
@@ -340,7 +342,7 @@ class EngineCore(ModelWrapper):
         Raises:
             EngineStateError: there are no gradients yet, or the engine has already computed their norm.
         """
-        if self._require_gradients("clip_grad_value_", own=True).check is not None:
+        if self._require_gradients("clip_grad_value_").check is not None:
             raise EngineStateError("engine.clip_grad_value_()", expected="a call before the norm of the gradients")
         self._finish_reductions()
         self.grad_reducer.changed()
@@ -371,10 +373,6 @@ class EngineCore(ModelWrapper):
     def _refuse_step(self) -> None:
         self._drop_gradients()  # a program that catches the error may continue with the next forward
         self._step.num_backwards = 0
-
-    def _compare_settings(self) -> None:
-        """Compares the ranks' settings, for updates that begin before `step()`. (all ranks)"""
-        self._require_boundary("backward").compare(self.global_steps)
 
     # -- events of backward, from the hooks
 
@@ -422,8 +420,6 @@ class EngineCore(ModelWrapper):
             raise EngineStateError(
                 "engine: a backward after the gradients were clipped", fix="clip after the last backward of a step"
             )
-        if collects and self.weight_update is not None:
-            self.weight_update.require_own_step("engine: another backward")
         self._step.in_backward, self._step.is_direct, self._step.collects_gradients = True, direct, collects
         self._note_phase("backward")
         self._coordinator.begin_backward()
@@ -432,10 +428,7 @@ class EngineCore(ModelWrapper):
         # ZeRO-2 and 3 reduce each micro-step and keep a shard; 0 and 1 accumulate unreduced gradients (1/accumulation
         # of the traffic, for N instead of S elements) and reduce in the last backward.
         is_last = self._step.is_last_backward = self._step.syncs and self.is_gradient_accumulation_boundary()
-        weights = self.weight_update
-        early = weights.begin_backward(self._compare_settings) if is_last and weights else None
-        self._coordinator.agrees_at_end = early is None
-        self.grad_reducer.begin(reduce=self.settings.plan.grads or is_last, on_shard_ready=early)
+        self.grad_reducer.begin(reduce=self.settings.plan.grads or is_last)
 
     def _end_backward(self) -> None:
         self._coordinator.pass_rest()
@@ -445,6 +438,8 @@ class EngineCore(ModelWrapper):
         try:
             self._coordinator.end_backward()
         except OffloadError:  # unread shards left NaN in the gradients, which include those of earlier micro-steps
+            if self.weight_update is not None:
+                self.weight_update.fail_update()
             self.reset()
             raise
         self._step.in_backward = self._step.is_direct = False
@@ -538,22 +533,20 @@ class EngineCore(ModelWrapper):
         assert self._boundary is not None, "an optimizer without a StepBoundary"
         return self._boundary
 
-    def _require_gradients(self, call: str, *, own: bool = False) -> StepBoundary:
-        """Raises EngineStateError if there are no gradients, or, with `own`, if an update with them has begun."""
-        weights, boundary = self._require_weight_update(call), self._require_boundary(call)
+    def _require_gradients(self, call: str) -> StepBoundary:
+        """Raises EngineStateError if there are no gradients."""
+        boundary = self._require_boundary(call)
         self._check_usable()
         if self._step.num_backwards == 0:
             raise EngineStateError(
                 f"engine.{call}()", expected="a backward before this call", fix="call it between backward and step()"
             )
-        if own:
-            weights.require_own_step(f"engine.{call}()")
         return boundary
 
     # -- life cycle
 
     def finish_update(self) -> None:
-        """Installs an update that runs one step late (`update_during`: "next_step") now. (all ranks)
+        """Completes an update that the forward awaits or that runs one step late (`update_during`) now. (all ranks)
 
         Calls that save or read the full model call this too. Without such an update it only compares the ranks for the
         steps that have not compared them yet; see [Note: boundary] of `grad_norm.py`.
@@ -567,8 +560,6 @@ class EngineCore(ModelWrapper):
 
     def reset(self) -> None:
         """Reshards all units and drops all gradients after an exception within a step, ready for the next forward."""
-        if self.weight_update is not None:
-            self.weight_update.forget()
         self._hooks.forget()
         self._step.in_backward = self._step.is_direct = False
         self._coordinator.reset()

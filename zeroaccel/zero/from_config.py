@@ -156,7 +156,9 @@ def model_rules_of(
     """
     zero, precision, autocast = settings.zero_optimization, DTYPES[settings.precision], autocast_of(settings)
     # The quantized format of frozen weights; "" if they keep their dtype.
-    codes = zero.frozen_weights or ("int8" if plan.params and zero.zero_quantized_nontrainable_weights else "")
+    codes = _code_format(model, settings) or (
+        "int8" if plan.params and zero.zero_quantized_nontrainable_weights else ""
+    )
     in_fp32 = settings.data_types.keep_in_fp32_modules
     fp32 = kept_in_fp32(model, in_fp32, precision, plain)
     buffer_dtypes = BufferDtypes(precision, dtype_of(settings.data_types.buffer_dtype), frozenset(fp32)).of(model)
@@ -190,6 +192,26 @@ def model_rules_of(
         splits,
     )
     return ModelRules(buffer_dtypes, units, placement)
+
+
+def _code_format(model: nn.Module, settings: Config) -> str:
+    """Returns the format that the engine encodes frozen matrices in; "" for none, and for codes of a checkpoint.
+
+    Raises:
+        UsageError: the config keeps a checkpoint's codes, and the model has none.
+    """
+    format = settings.zero_optimization.frozen_weights
+    if format != "codes":
+        return format or ""
+    if not any(scales_of(param) is not None for param in model.parameters()):
+        raise UsageError(
+            settings.where("zero_optimization.frozen_weights"),
+            expected="a model with codes: from_pretrained keeps those of FP8 and MXFP4 checkpoints",
+            got='"codes", and a model without any',
+            fix="load the model after TrainingArguments or Accelerator, whose config then applies to from_pretrained; "
+            'or set "nf4", "int8" or "mxfp4", which encode any frozen matrices',
+        )
+    return ""
 
 
 def _coded(model: nn.Module, settings: Config, fp32: Container[str], plain: Callable[[str], str]) -> frozenset[int]:

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from zeroaccel.comm.collective_tracker import DONE
 from zeroaccel.comm.collectives import Collectives, Work
 from zeroaccel.config.shard_plan import ShardPlan
-from zeroaccel.errors import EngineStateError, ShardStateError
+from zeroaccel.errors import ShardStateError
 from zeroaccel.ops.reductions import max_abs_into
 from zeroaccel.telemetry.timeline import named_range
 from zeroaccel.zero.layout import FlatTensor
@@ -83,8 +83,6 @@ class GradientBuffer:
         pending_numel: number of elements of the pending gradients.
         paddings: the ranges of `flat` that belong to no parameter.
         launched: True if the reduction of this backward has started.
-        comes_twice: True if a gradient has arrived again after its reduction had started, in any backward.
-        is_stepping: True if the update of this buffer has begun within this backward.
         comm_dtype: dtype of the reduction.
     """
 
@@ -98,8 +96,6 @@ class GradientBuffer:
     written: set[int] = field(default_factory=set)
     over: bool = False
     launched: bool = False
-    comes_twice: bool = False
-    is_stepping: bool = False
     pending: dict[int, Tensor] = field(default_factory=dict)
     pending_numel: int = 0
     paddings: tuple[slice, ...] = field(init=False)
@@ -249,7 +245,6 @@ class GradReducer:
         self._next = 0
         self._reducing = False
         self._expected: frozenset[int] | None = None
-        self._on_shard_ready: Callable[[GradientBuffer], None] | None = None
         self.facts: Tensor | None = None
         self.changes = 0
         self._largest: Tensor | None = None  # (1,) int32, over gradients that go to the host unchanged
@@ -273,24 +268,21 @@ class GradReducer:
         """
         self._expected = params
 
-    def begin(self, *, reduce: bool, on_shard_ready: Callable[[GradientBuffer], None] | None = None) -> None:
+    def begin(self, *, reduce: bool) -> None:
         """Starts a backward.
 
         Args:
             reduce: reduce in this backward; False only adds to the flat gradients.
-            on_shard_ready: called with each buffer, in the order of `gradients`, as soon as its shard is complete,
-                unless it `comes_twice`. It must not change the shards.
         """
         self._reducing = reduce
-        self._on_shard_ready = on_shard_ready
         self._next = 0
         self.facts = self._largest = None
-        leaves = self._copies is not None and self._copies.pinned and reduce and on_shard_ready is None
+        leaves = self._copies is not None and self._copies.pinned and reduce
         if leaves and all(gradients.shard is None for gradients in self.gradients):
             self._largest = torch.zeros(1, dtype=torch.int32, device=self.device)
         for gradients in self.gradients:
             gradients.ready.clear()
-            gradients.launched = gradients.over = gradients.is_stepping = False
+            gradients.launched = gradients.over = False
 
     def on_unit_over(self, name: str) -> None:
         """Handles the end of a unit's gradients in this backward: its unused parameters count as zero."""
@@ -315,12 +307,6 @@ class GradReducer:
         if gradients.launched:
             # Autograd accumulated it a second time: two re-entrant checkpoints that recompute the same block each run
             # their own AccumulateGrad. The reduction cannot be stopped; `end` starts a second one for the late rest.
-            gradients.comes_twice = True
-            if gradients.is_stepping:
-                raise EngineStateError(
-                    f"a gradient of {gradients.name} arrived a second time, after its update had begun",
-                    fix='set zero_optimization.offload_optimizer.update_during to "step" if the model changes',
-                )
             self._late.append((param, grad))
             return
         if index in gradients.pending:  # accumulated a second time, see above
@@ -460,12 +446,7 @@ class GradReducer:
         """Starts a reduce-scatter over the shard group: (N,) -> (S,), each rank sends N (W-1)/W elements."""
         # Both the unreduced and the reduced buffer stay allocated until `wait`, so `reduce_bucket_size` bounds the
         # memory of reductions, not only their number.
-        room = self._rules.bucket_numel - flat.numel()
-        if self._on_shard_ready is not None and self._inflight:
-            # With an update during backward the optimizer waits for shards: harvest all but the newest reduction now,
-            # not only when the bucket is full.
-            room = min(room, self._inflight[-1].flat.numel())
-        self._drain(max(room, 0))
+        self._drain(max(self._rules.bucket_numel - flat.numel(), 0))
         with named_range("reduce", gradients.name):
             reduced, work = self._start_reduction(gradients, flat, f"reduce {gradients.name}")
         reduce = _InflightReduce(gradients, flat, reduced, work)
@@ -529,11 +510,6 @@ class GradReducer:
             if not copy.is_copied:
                 break
             copy.drop_source()
-        if self._on_shard_ready is not None:
-            # An update during backward waits for gradients: take those whose device memory is already freed now.
-            while len(self._pending_d2h) > _D2H_LIMIT:
-                gradients, copy = self._pending_d2h.popleft()
-                self._accumulate(gradients, copy.wait())
 
     def _land_copies(self) -> None:
         """Waits for all copies to host memory, once."""
@@ -554,9 +530,6 @@ class GradReducer:
             if gradients.shard.dtype is not dtype:
                 gradients.shard = gradients.shard.to(dtype)
             gradients.shard.add_(reduced)
-        if self._on_shard_ready is not None and not gradients.comes_twice:
-            gradients.is_stepping = True
-            self._on_shard_ready(gradients)
 
     def _reduce_late(self) -> None:
         """Reduces the buffers with late gradients again. Ranks agree on it, because they run the same graph."""

@@ -137,10 +137,6 @@ class StepBoundary:
         check, scale = self._last
         return check.read().unscaled_norm(scale)
 
-    def compare(self, step: int) -> None:
-        """Compares the ranks' hyperparameters, for updates that begin before `step()`. (all ranks)"""
-        self._hyperparameters.compare(step)
-
     def join_facts(self, largest: Tensor) -> Tensor:
         """Returns the facts of all ranks for gradients that go to the host, so that the host waits once for both.
 
@@ -249,7 +245,7 @@ class StepBoundary:
         factor = rule.factor(stats)
         if factor is not None and not stats.finite:
             self._name_nans(step)
-        if factor is not None and late and not self._weights.is_early:
+        if factor is not None and late:
             self._hyperparameters.note_update()
         return factor
 
@@ -300,8 +296,6 @@ class StepBoundary:
             )
 
     def _digests(self) -> RankDigests:
-        # For an update during backward, the ranks compared settings before it; `replace_weights` checks them again.
-        settings = 0 if self._weights.is_early else self._hyperparameters.digest()
         stop = self.sends_stop and stop_notice.received
         recorder = self._collectives.flight_recorder
-        return RankDigests(recorder.digest(), settings, stop, recorder.order_digest())
+        return RankDigests(recorder.digest(), self._hyperparameters.digest(), stop, recorder.order_digest())

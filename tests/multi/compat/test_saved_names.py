@@ -1,4 +1,4 @@
-"""`Accelerator.save_pretrained` writes the names of the source, and a save with other names says so."""
+"""Every save of a converted model writes the names and values of the source, and other names are logged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from safetensors import safe_open
+from safetensors.torch import load_file
 from zeroaccel import Accelerator
 
 accelerator = Accelerator()
@@ -28,16 +28,25 @@ if rank0:
     transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, **experts)).save_pretrained(folder / "source")
 accelerator.wait_for_everyone()
 
-def shapes(name):
-    with safe_open(folder / name / "model.safetensors", "pt") as file:
-        return {key: file.get_slice(key).get_shape() for key in file.keys()}
+source = load_file(folder / "source" / "model.safetensors")
+assert "model.layers.0.mlp.experts.1.up_proj.weight" in source
+
+def check(values):
+    assert values.keys() == source.keys()
+    assert [name for name in source if not torch.equal(source[name], values[name])] == []
 
 plain = transformers.AutoModelForCausalLM.from_pretrained(folder / "source")
 model, _ = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
 assert accelerator.save_pretrained(model, folder / "saved") == ["model.safetensors"]
-assert shapes("saved") == shapes("source")
-assert "model.layers.0.mlp.experts.1.up_proj.weight" in shapes("saved")
-
+check(load_file(folder / "saved" / "model.safetensors"))
+names = accelerator.save_model(model, folder / "streamed", max_shard_size="20KB")
+check({key: value for name in names[:-1] for key, value in load_file(folder / "streamed" / name).items()})
+accelerator.save_model(model, folder / "pickled", safe_serialization=False)
+check(torch.load(folder / "pickled" / "pytorch_model.bin"))
+model.save_16bit_model(folder / "one", "model.safetensors")
+check(load_file(folder / "one" / "model.safetensors"))
+plain.save_pretrained(folder / "own", is_main_process=rank0, max_shard_size="20KB")
+check({key: value for file in (folder / "own").glob("*.safetensors") for key, value in load_file(file).items()})
 plain._weight_conversions = []
 plain.save_pretrained(folder / "renamed", is_main_process=rank0)
 accelerator.wait_for_everyone()

@@ -142,3 +142,23 @@ def test_an_error_on_rank_0_is_raised_on_all(ranks: Ranks) -> None:
     assert "no item 6" in zero
     assert "no item 6" in one
     assert "[rank 0]" in one
+
+
+class _CutAtRandom(Numbers):
+    """Samples whose lengths differ from rank to rank, as after a random augmentation."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {"input_ids": [index] * (1 + (7 * index + 5 * torch.distributed.get_rank()) % 23)}
+
+
+def _cut_at_random() -> DataLoader[Any]:
+    return DataLoader(_CutAtRandom(16), 2, collate_fn=_first_ids)
+
+
+def _first_ids(samples: list[Any]) -> torch.Tensor:
+    return torch.tensor([sample["input_ids"][0] for sample in samples])
+
+
+def test_balanced_ranks_follow_the_lengths_of_rank_0(ranks: Ranks) -> None:
+    for epoch in _merged(ranks(2).run(_epochs, _cut_at_random, {"balance": "tokens"}, None)):
+        assert sorted(epoch) == list(range(16))

@@ -1,4 +1,4 @@
-"""Host updates that do not wait for `step()`: during backward with the same bits, or one step late."""
+"""Host updates that do not wait for `step()`: one step late."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import zeroaccel
 import zeroaccel.zero
 from tests.support.pool import Ranks
 from tests.support.refusals import complaint, message
-from tests.support.training import ADAMW, SGD, Run, Toy, batches, config, differences, finished, offloaded
+from tests.support.training import Run, Toy, batches, config, differences, finished, offloaded
 from zeroaccel.engine import Engine
 from zeroaccel.errors import EngineStateError
 from zeroaccel.ops.elementwise import Adam
@@ -48,117 +47,14 @@ def _step(engine: Engine, batch: Tensor) -> float:
     return float(loss.item())
 
 
-def _train(settings: dict[str, Any], steps: int, make: Callable[[], nn.Module] = Toy) -> tuple[Run, list[bool]]:
-    """Trains a run; also returns, per micro-batch, whether updates had begun before `step()`."""
-    engine = _make(settings, make)
-    run, early = Run(), []
+def _train(settings: dict[str, Any], steps: int) -> Run:
+    engine = _make(settings)
+    run = Run()
     for batch in batches(engine.collectives.rank, steps * engine.gradient_accumulation_steps()):
-        run.losses.append(_backward(engine, batch).item())
-        assert engine.weight_update is not None
-        early.append(engine.weight_update.is_early)
-        engine.step()
+        run.losses.append(_step(engine, batch))
         run.norms.append(engine.get_global_grad_norm())
     run.skipped = engine.skipped_steps
-    assert any(gradients.comes_twice for gradients in engine.grad_reducer.gradients) == (make is _Recomputed)
-    return finished(engine, run), early
-
-
-class _Recomputed(nn.Module):
-    """One block that two re-entrant checkpoints recompute, so that each gradient arrives twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.toy = Toy()
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.toy.embed(tokens[:, :-1])
-        for layer in (*self.toy.layers, self.toy.layers[1], self.toy.layers[0]):
-            x = checkpoint(layer, x, use_reentrant=True)
-        logits = self.toy.head(self.toy.norm(x)) * self.toy.temperature
-        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-
-
-def _train_all(settings: list[dict[str, Any]], make: Callable[[], nn.Module]) -> list[tuple[Run, list[bool]]]:
-    return [_train(each, 4, make) for each in settings]
-
-
-@pytest.mark.parametrize("optimizer", [ADAMW, SGD])
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_updates_in_backward_give_the_same_bits(
-    ranks: Ranks, tmp_path: Path, precision: str, optimizer: dict[str, Any]
-) -> None:
-    accumulation = 2 if optimizer is SGD else 1
-    tiers = [(1, "cpu", "none"), (2, "cpu", "none"), (2, "nvme", "none"), (3, "cpu", "cpu"), (3, "nvme", "nvme")]
-    settings = [
-        _settings(tmp_path, during, *where, precision=precision, accumulation=accumulation, optimizer=optimizer)
-        for where in tiers
-        for during in ("step", "backward")
-    ]
-    for runs in ranks(2).run(_train_all, settings, Toy):
-        for index, where in enumerate(tiers):
-            (expected, never), (got, early) = runs[2 * index : 2 * index + 2]
-            assert differences(expected, got) == [], where
-            assert not any(never)
-            boundaries = early[accumulation - 1 :: accumulation]
-            assert boundaries == [False, True, True, True], where  # the first step only records
-            assert sum(early) == 3
-
-
-def test_gradients_that_come_twice_are_updated_in_the_step(ranks: Ranks, tmp_path: Path) -> None:
-    settings = [_settings(tmp_path, during, 3, "cpu", "cpu") for during in ("step", "backward")]
-    for runs in ranks(2).run(_train_all, settings, _Recomputed):
-        (expected, _), (got, early) = runs
-        assert differences(expected, got) == []
-        assert any(early)
-
-
-def _contradicted(folder: Path, root: Path) -> dict[str, str]:
-    """Returns the errors of calls that change gradients or settings after their update has begun."""
-    engine = _make(_settings(folder, "backward", 2, "cpu"))
-    tokens = batches(engine.collectives.rank, 8)
-    _step(engine, tokens[0])
-    engine.save_checkpoint(root, tag="one")
-    expected = [_step(engine, batch) for batch in tokens[1:3]]
-    _backward(engine, tokens[3])
-    calls: dict[str, Callable[[], Any]] = {
-        "scale": lambda: engine.scale_gradients(0.5),
-        "cut": lambda: engine.clip_grad_value_(0.1),
-        "zero": engine.zero_grad,
-        "backward": lambda: _backward(engine, tokens[3]),
-        "master": lambda: zeroaccel.zero.safe_get_full_fp32_param(engine.module.norm.weight),
-        "gradient": lambda: zeroaccel.zero.safe_set_full_grad(engine.module.norm.weight, torch.zeros(23)),
-    }
-    said = {name: message(EngineStateError, call) for name, call in calls.items()}
-    engine.scale_gradients(1.0)  # changes nothing
-    assert engine.gradient_norm() > 0
-    assert zeroaccel.zero.safe_get_full_grad(engine.module.norm.weight) is not None
-    if engine.collectives.rank == 1:
-        engine.optimizer.param_groups[0]["lr"] = 0.5
-    said["settings"] = message(EngineStateError, engine.step)
-    said["afterwards"] = message(EngineStateError, engine, tokens[0])
-    engine.load_checkpoint(root, tag="one")
-    said["goes on"] = str([_step(engine, batch) for batch in tokens[1:3]] == expected)
-    _backward(engine, tokens[3])
-    engine.reset()
-    said["reset"] = message(EngineStateError, engine, tokens[0])
-    engine.load_checkpoint(root, tag="one")
-    said["goes on after reset"] = str([_step(engine, batch) for batch in tokens[1:3]] == expected)
-    engine.destroy()
-    return said
-
-
-def test_changing_gradients_or_settings_too_late_raises(ranks: Ranks, tmp_path: Path) -> None:
-    for said in ranks(2).run(_contradicted, tmp_path, tmp_path / "saved"):
-        for name in ("scale", "cut", "zero", "backward", "master", "gradient"):
-            assert (
-                'the update with these gradients has begun (zero_optimization.offload_optimizer.update_during is "ba'
-                in (said[name])
-            ), name
-        assert "lr of param group 0 from 0.01 to 0.5 after the update had begun" in said["settings"]
-        assert "[rank 1]" in said["settings"]
-        assert "resume from the last checkpoint" in said["afterwards"]
-        assert "an update was dropped half way" in said["reset"]
-        assert said["goes on"] == said["goes on after reset"] == "True"
+    return finished(engine, run)
 
 
 def _refused(cases: list[dict[str, Any]]) -> list[str]:
@@ -171,18 +67,14 @@ def _refused(cases: list[dict[str, Any]]) -> list[str]:
     return told
 
 
-def test_settings_unknown_during_backward_are_refused(ranks: Ranks, tmp_path: Path) -> None:
-    fp16 = {"enabled": True, "initial_scale_power": 8}
+def test_settings_without_an_update_at_that_time_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     cases = [
-        (_settings(tmp_path, "backward", 2, "cpu", gradient_clipping=1.0), "gradient_clipping is 1.0"),
-        (_settings(tmp_path, "backward", 2, "cpu", bf16={"enabled": True}), "set bf16.check_grad_overflow to false"),
-        (_settings(tmp_path, "backward", 2, "cpu", precision="fp32", fp16=fp16), "use bf16"),
-        ({**_settings(tmp_path, "backward", 2, "cpu"), "managed_gradient_accumulation": False}, "any backward may be"),
+        (_settings(tmp_path, "backward", 2, "cpu"), 'expected "forward", with the same bits: an update during'),
         (
             _settings(tmp_path, "next_step", 2, "none", offload_optimizer={"update_during": "next_step"}),
             "updates on the host",
         ),
-        (_settings(tmp_path, "now", 2, "cpu"), "expected 'step', 'backward' or 'next_step', got 'now'"),
+        (_settings(tmp_path, "now", 2, "cpu"), "'forward' or 'next_step', got 'now'"),
         ({**_settings(tmp_path, "next_step", 2, "cpu"), "client": True}, '"next_step": AdamW updates in step() only'),
     ]
     for told in ranks(2).run(_refused, [case for case, _ in cases]):
@@ -252,12 +144,7 @@ def test_one_step_late_equals_a_plain_loop_with_late_updates(ranks: Ranks, tmp_p
 
 
 def _late_all(settings: list[dict[str, Any]]) -> list[Run]:
-    runs = []
-    for each in settings:
-        run, early = _train(each, 6)
-        assert not any(early)
-        runs.append(run)
-    return runs
+    return [_train(each, 6) for each in settings]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from zeroaccel.cli import verify as verify_module
+from zeroaccel.cli.launch.launch_job import ordered_settings
 from zeroaccel.cli.main import main
+from zeroaccel.config.launch.launch_sources import ExplicitSettings
 
 # Writes records as an engine does: two steps, with numbers that the test chooses.
 SCRIPT = """
@@ -68,3 +71,34 @@ def test_a_script_that_fails_or_takes_no_step(tmp_path: Path, monkeypatch: pytes
     result, _ = _verify(tmp_path, monkeypatch, "no step")
     assert result.exit_code == 2
     assert "the script took no step of a zeroaccel engine" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("cut", "apart", "says"),
+    [
+        ([(4.00001, 1.0), (3.0, 2.0)], False, "the same up to rounding"),
+        ([(8.0, 2.0), (6.0, 4.0)], False, "PART at step 1: the loss is 2 times that of one rank"),
+        ([(4.0, 2.0), (3.0, 4.0)], False, "PART at step 1: the gradient is 2 times that of one rank"),
+        ([(4.0, 0.5), (3.0, 1.0)], False, "PART at step 1: the gradient is 1/2 of that of one rank"),
+        ([(4.2, 1.1), (3.0, 2.0)], True, "PART at step 1: each rank's loss is the mean over its own tokens"),
+        ([(4.2, 1.1), (3.0, 2.0)], False, "PART at step 1: the ranks train on other tokens or labels"),
+        ([(4.0, 1.0), (3.1, 2.0)], False, "PART at step 2: the first step agrees"),
+        ([(float("nan"), 1.0), (3.0, 2.0)], False, "PART at step 1"),
+    ],
+)
+def test_the_report_says_where_runs_on_parts_of_sequences_part(
+    cut: list[tuple[float, float | None]], apart: bool, says: str
+) -> None:
+    report, is_same = verify_module.compare_runs([(4.0, 1.0), (3.0, 2.0)], cut, 2, 1e-4, apart)
+    assert report.splitlines()[-1].startswith(says)
+    assert is_same == says.startswith("the same")
+
+
+def test_a_run_on_whole_sequences_replaces_settings_of_the_launch(tmp_path: Path) -> None:
+    settings = ExplicitSettings.of({"num_processes": 4, "sp_size": 2}, "test").settings()
+    order = {"folder": str(tmp_path / "whole"), "launch": {"sp_size": 1, "num_processes": 2}}
+    changed = ordered_settings(settings, json.dumps(order))
+    assert (changed.num_processes, changed.parallel.sp) == (2, 1)
+    ordered_settings(settings, json.dumps({"folder": str(tmp_path / "chosen")}))
+    assert [verify_module.sequence_ranks(tmp_path / name) for name in ("whole", "chosen", "other")] == [1, 2, 1]
+    assert ordered_settings(settings, None) is settings

@@ -457,3 +457,116 @@ def test_the_position_of_other_data_is_refused() -> None:
         longer.load_state_dict(loader.state_dict())
     with pytest.raises(CheckpointError, match="the state of a prepared loader"):
         longer.load_state_dict({"epoch": 1})
+
+
+# -- balance="tokens"
+
+
+def _long_tail(count: int) -> list[dict[str, torch.Tensor]]:
+    draws = torch.Generator().manual_seed(7)
+    lengths = torch.exp(5.0 + torch.randn(count, generator=draws)).clamp(4, 4096).long()
+    return [{"input_ids": torch.full((int(n),), index)} for index, n in enumerate(lengths)]
+
+
+class _LongStream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(_long_tail(600))
+
+
+def _ids(samples: list[Any]) -> list[torch.Tensor]:
+    return [sample["input_ids"] for sample in samples]
+
+
+def _balanced(ranks: int, dataset: Any = None, **options: Any) -> list[PreparedLoader]:
+    def make() -> DataLoader[Any]:
+        data = _long_tail(600) if dataset is None else dataset
+        shuffle = not isinstance(data, IterableDataset)
+        generator = torch.Generator().manual_seed(3)
+        return DataLoader(data, 4, shuffle=shuffle, generator=generator, collate_fn=_ids)
+
+    return prepared(make, ranks, **{"balance": "tokens", **options})
+
+
+def _spreads(loaders: list[PreparedLoader]) -> tuple[float, float, list[int]]:
+    """Returns mean and maximum over the rounds of the most tokens of a rank by their mean, and the samples."""
+    ratios, samples = [], []
+    for batches in zip(*loaders, strict=True):
+        tokens = [sum(map(len, batch)) for batch in batches]
+        ratios.append(max(tokens) * len(tokens) / sum(tokens))
+        samples += [int(ids[0]) for batch in batches for ids in batch]
+    return sum(ratios) / len(ratios), max(ratios), samples
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_ranks_get_equal_tokens_of_the_same_samples(ranks: int) -> None:
+    length = 600 // (4 * ranks) * 4 * ranks
+    data = _long_tail(length)
+    unsorted = _spreads(_balanced(ranks, data, balance=None))
+    mean, _, samples = _spreads(loaders := _balanced(ranks, data))
+    assert unsorted[0] > 1.25
+    assert mean <= 1.05
+    assert sorted(samples) == list(range(length))
+    assert samples != unsorted[2]
+    assert _spreads(loaders)[2] != samples  # another order in another epoch
+    assert _spreads(_balanced(ranks, data))[2] == samples
+    numbers = [len(sample["input_ids"]) for sample in data]
+    assert _spreads(_balanced(ranks, data, lengths=numbers))[2] == samples
+
+
+def test_a_stream_and_batches_that_ranks_share_are_balanced() -> None:
+    mean, _, samples = _spreads(_balanced(2, _LongStream()))
+    assert mean <= 1.05
+    assert sorted(samples) == list(range(600))
+    assert _spreads(_balanced(2, split_batches=True))[0] <= 1.05
+
+
+@pytest.mark.parametrize("dataset", [None, _LongStream()])
+def test_a_balanced_order_goes_on_after_resuming(dataset: Any) -> None:
+    whole = _spreads(_balanced(2, dataset))[2]
+    loaders = _balanced(2, dataset)
+    for loader in loaders:
+        for _ in zip(range(70), loader, strict=False):
+            pass
+    resumed = _balanced(2, dataset)
+    for loader, before in zip(resumed, loaders, strict=True):
+        loader.load_state_dict(before.state_dict())
+    assert _spreads(resumed)[2] == whole[70 * 8 :]
+
+
+def test_a_balanced_position_on_other_ranks_goes_on_at_a_window(caplog: pytest.LogCaptureFixture) -> None:
+    data = _long_tail(1200)
+    loaders = _balanced(2, data)
+    for loader in loaders:
+        for _ in zip(range(140), loader, strict=False):
+            pass
+    state = loaders[0].state_dict()
+    four = _balanced(4, data)
+    for loader in four:
+        loader.load_state_dict(state)
+    assert "the last 96 are repeated" in caplog.text  # windows of 512 and 1024 samples, 1120 samples read
+    first = _spreads(_balanced(2, data))[2][:1024]
+    assert sorted(first + _spreads(four)[2])[:1200] == list(range(1200))
+    with pytest.raises(CheckpointError, match="the DataLoaderConfiguration\\(balance\\) of the saved run"):
+        prepared(lambda: DataLoader(data, 4), 2)[0].load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: DataLoader(Numbers(12), 2), "loader of Numbers: 'int' has no number of tokens"),
+        (lambda: DataLoader(["a b", "c"], 1), "loader of list: 'str' has no number of tokens"),
+        (lambda: DataLoader(SizedStream(12), 2), "loader of SizedStream: 'int' has no number of tokens"),
+        (lambda: DataLoader(Numbers(12), batch_sampler=[[0, 1, 2], [3]]), "its batches have their own sizes"),
+    ],
+)
+def test_a_loader_without_lengths_is_named_and_keeps_its_order(
+    make: Make, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    balanced = [list(loader) for loader in prepared(make, 2, balance="tokens")]
+    assert reason in caplog.text
+    assert str(balanced) == str([list(loader) for loader in prepared(make, 2)])
+
+
+def test_another_word_for_balance_is_refused() -> None:
+    with pytest.raises(UsageError, match="\"tokens\" or None, got 'samples'"):
+        prepared(lambda: DataLoader(Numbers(8), 2), 2, balance="samples")

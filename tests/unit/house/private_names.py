@@ -57,7 +57,8 @@ PRIVATE: Mapping[str, str] = {
     "transformers.integrations.deepspeed": "deepspeed_config is_deepspeed_zero3_enabled",
     "transformers.integrations.mxfp4": "FP4_VALUES _convert_moe_packed_tensors",
     "transformers.masking_utils": "ALL_MASK_ATTENTION_FUNCTIONS",
-    "transformers.modeling_utils": "ALL_ATTENTION_FUNCTIONS PreTrainedModel._from_config PreTrainedModel._tp_plan "
+    "transformers.modeling_utils": "ALL_ATTENTION_FUNCTIONS PreTrainedModel._from_config "
+    "PreTrainedModel._keys_to_ignore_on_load_unexpected PreTrainedModel._tp_plan "
     "PreTrainedModel._load_pretrained_model "
     "PreTrainedModel.from_pretrained PreTrainedModel.save_pretrained revert_weight_conversion",
     "transformers.models.mixtral.modeling_mixtral": "eager_attention_forward load_balancing_loss_func",
@@ -67,6 +68,9 @@ PRIVATE: Mapping[str, str] = {
     "CheckpointManager.execute_jit_checkpoint CheckpointManager.is_checkpoint_requested "
     "JITCheckpointCallback.on_pre_optimizer_step",
     "accelerate.accelerator": "Accelerator.get_state_dict _refuse_recurrent_layers_under_sequence_parallelism",
+    "accelerate.checkpointing": "load_accelerator_state save_accelerator_state",
+    "accelerate.data_loader": "DataLoaderDispatcher.__iter__ DataLoaderShard.__iter__ skip_first_batches",
+    "accelerate.parallelism_config": "ParallelismConfig._set_size ParallelismConfig._validate_accelerator",
     "accelerate.state": "PartialState._shared_state",
     "accelerate.tracking": "LOGGER_TYPE_TO_CLASS",
     "accelerate.utils.deepspeed": "HfDeepSpeedConfig.__init__",

@@ -30,7 +30,7 @@ from zeroaccel.ops.cupy_kernels import OPTIONS, KernelError, KernelModule, open_
 from zeroaccel.ops.device_kernels import MANY, SOURCE, DeviceKernels, kernel_names, kernels_for
 
 CUDA = torch.device("cuda", 0)
-ARCHITECTURES = [70, 75, 80, 86, 89, 90, 100, 120]
+ARCHITECTURES = [80, 100, *(pytest.param(each, marks=pytest.mark.slow) for each in (70, 75, 86, 89, 90, 120))]
 # CuPy appends these to a program's options, besides the architecture; the compiler follows the last of two.
 OF_CUPY = ("-ftz=true", "--device-as-default-execution-space")
 
@@ -51,6 +51,9 @@ def test_ptx_rounds_each_operation_once(architecture: int) -> None:
     source = SOURCE.read_text()
     ptx = nvrtc.compile_ptx(source, [*OPTIONS, *OF_CUPY, f"-arch=compute_{architecture}"])
     # Divisions and roots are single PTX instructions, which the driver expands with correct rounding.
+    # The squares of the norm have one that is written so, in float64, which rounds their sum once.
+    assert ptx.count("fma.rn.f64") == body_of(ptx, "square_sums").count("fma.rn.f64") > 0
+    ptx = ptx.replace("fma.rn.f64", "")
     contracted_or_rough = [r"\bfma\.", r"\bmad\.(rn|rz|f)", r"\.ftz", r"\.approx", r"\.full", r"\bmul\.f(32|64)"]
     assert [pattern for pattern in contracted_or_rough if re.search(pattern, ptx)] == []
     assert re.findall(r"\b(?:add|sub)\.f(?:32|64)", ptx) == []  # the compiler may contract them without .rn
@@ -59,6 +62,8 @@ def test_ptx_rounds_each_operation_once(architecture: int) -> None:
     for kernel in ("adam", "adam_blocks", "adagrad"):
         assert "div.rn.f32" in body_of(ptx, kernel)
         assert "sqrt.rn.f32" in body_of(ptx, kernel)
+    for kernel in ("adam", "adam_blocks", "lion", "sgd", "square_sums", "encode"):
+        assert "ld.global.v4.u32" in body_of(ptx, kernel), "no load of four elements at once"
     assert "div.rn.f64" in body_of(ptx, "finalize")
     assert "sqrt.rn.f64" in body_of(ptx, "finalize")
     assert ("redux.sync" in ptx) == (architecture >= 80)

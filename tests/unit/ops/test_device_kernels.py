@@ -170,6 +170,37 @@ def test_every_8_bit_code_has_the_bits_of_the_host(architecture: int) -> None:
     assert ((wanted[2] > 40) & (wanted[2] < 254)).any()
 
 
+def shifted(tensor: Tensor, places: int) -> Tensor:
+    """Returns the same values at an address that lies `places` elements behind a multiple of 16 bytes."""
+    moved = torch.zeros(tensor.numel() + 32, dtype=tensor.dtype)
+    begin = -moved.data_ptr() // tensor.element_size() % (16 // tensor.element_size()) + places
+    return moved[begin : begin + tensor.numel()].copy_(tensor)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw-bf16", "adamw-int8", "rmsprop-momentum"])
+@pytest.mark.parametrize("which", range(4))
+def test_arrays_at_odd_addresses_have_the_same_bits(name: str, which: int) -> None:
+    """One array of the four kinds begins in the middle of 16 bytes, so that no thread loads four elements at once."""
+    numel, kernels = 2500, host_kernels()
+    results = []
+    for places in (0, 1, 2, 3):
+        param = spread(numel, 3)
+        optimizer = OPTIMIZERS[name](param)
+        buffers, _ = optimizer._advance(optimizer.param_groups[0], param)
+        for place, (entry, tensor) in enumerate(optimizer.state[param].items()):
+            if isinstance(tensor, Tensor):
+                fill(tensor, entry, place)
+        buffers, coefficients = optimizer._advance(optimizer.param_groups[0], param)
+        moved = [None if each is None else shifted(each, places * (which == 0)) for each in buffers]
+        master, grad = shifted(param, places * (which == 1)), shifted(spread(numel, 4).half(), places * (which == 2))
+        out = shifted(torch.zeros(numel).bfloat16(), places * (which == 3))
+        scalars = [v if isinstance(v, np.uint32) else np.float32(v) for v in (0.37, *coefficients)]
+        kernels.update(optimizer.kernel_name(), [master, *moved], grad, out, None, scalars)
+        results.append([each for each in (master, *moved, out) if each is not None])
+    for other in results[1:]:
+        assert_same(other, results[0])
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_control_replaces_the_factor_and_can_stop_an_update(name: str) -> None:
     kernels, numel = host_kernels(), 1500
@@ -207,6 +238,11 @@ def norm_values(dtype: torch.dtype) -> Iterator[Tensor]:
                 yield every[every.float().abs() < 2.0**exponent]
 
 
+def packed(sums: Sequence[int]) -> int:
+    """Returns the sum that an upper and a lower part stand for; a carry may be in either."""
+    return (sums[0] << reductions.SUM_BITS) + sums[1]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_norm_has_the_integers_of_the_host(dtype: torch.dtype) -> None:
     kernels = host_kernels()
@@ -218,7 +254,7 @@ def test_the_norm_has_the_integers_of_the_host(dtype: torch.dtype) -> None:
         assert largest.view(torch.float32).item() == max_abs(values)
         for part in (values[:half].contiguous(), values[half:].contiguous()):
             kernels.square_sums_into(part, largest, sums)
-        assert tuple(sums.tolist()) == square_sums(values, norm_exponent(max_abs(values)))
+        assert packed(sums.tolist()) == packed(square_sums(values, norm_exponent(max_abs(values))))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -282,6 +318,26 @@ def test_codes_have_the_bits_of_the_host(codec: Codec, dtype: torch.dtype, by_ke
     by_kernels()
     for one, other in zip(found(), wanted, strict=True):
         assert_same(one, other)
+
+
+@pytest.mark.parametrize("codec", [INT8, INT4, FP8, Codec(8, 2048), Codec(4, 1 << 12)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_codes_at_odd_addresses_have_the_same_bits(codec: Codec, dtype: torch.dtype) -> None:
+    """Values and numbers begin in the middle of 16 bytes, and some blocks are longer than a warp keeps."""
+    kernels, numel, results = host_kernels(), 2 * codec.block_numel + 24, []
+    values = spread(numel, 2).to(dtype)
+    for places in (0, 1, 2, 4):
+        code = torch.full((1, codec.nbytes(numel)), 77, dtype=torch.uint8)
+        kernels.encode(shifted(values, places).view(1, -1), code, codec.format)
+        out, total = shifted(torch.zeros(numel).to(dtype), places), shifted(spread(numel, 9), places)
+        kernels.decode(code, out.view(1, -1), codec.format)
+        kernels.decode(code, total.view(1, -1), codec.format, adds=True)
+        results.append([code, out, total])
+    wanted = torch.empty_like(results[0][0][0])
+    quantized.quantize(values, codec, wanted)
+    assert torch.equal(results[0][0][0], wanted)
+    for other in results[1:]:
+        assert_same(other, results[0])
 
 
 @pytest.mark.parametrize("codec", [INT8, INT4, FP8], ids=str)

@@ -285,5 +285,4 @@ def test_a_single_process_compares_nothing() -> None:
     check = _check(optimizer, world_size=1)
     del optimizer.param_groups
     assert check.digest() == 0
-    check.compare(0)
     check.note_update()

@@ -325,8 +325,8 @@ _ROWS = (
     ),
     _zero(
         "frozen_weights", "choice",
-        "Quantize frozen matrices, such as the base model under LoRA: int8, nf4 or mxfp4. [default: not quantized]",
-        "zero_optimization.frozen_weights", choices=("int8", "nf4", "mxfp4"),
+        "Quantize a frozen base model under LoRA: int8, nf4, mxfp4, or codes of its checkpoint. [default: none]",
+        "zero_optimization.frozen_weights", choices=("int8", "nf4", "mxfp4", "codes"),
         ask=Ask("In which format are frozen weight matrices stored?", "zero open whole_layers whole_experts",
             gate="Train adapters on a frozen base model that is quantized?",
             choices=(Choice("nf4", "0.56 bytes per value"), Choice("mxfp4", "0.53 bytes"), Choice("int8", "1 byte"))),

@@ -355,12 +355,12 @@ def _to_shard(module: nn.Module, *, meta: bool = False) -> list[tuple[str, nn.Pa
     named: dict[int, tuple[str, nn.Parameter]] = {}
     for name, param in module._parameters.items():
         # A tensor subclass cannot be split at an arbitrary element, except one that stores codes.
-        if param is None or param.is_meta != meta or handle_of(param) is not None:
+        if param is None or handle_of(param) is not None:
             continue
         if scales_of(param) is None and type(param) is not nn.Parameter:
             continue
         for key, each in tensors_of(name, param):
-            if handle_of(each) is None:
+            if each.is_meta == meta and handle_of(each) is None:
                 named.setdefault(id(each), (key, each))
     return list(named.values())
 

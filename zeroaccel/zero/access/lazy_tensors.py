@@ -13,6 +13,7 @@ names the tensor. `load_safetensors.py` reads parameters from files directly; th
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import math
@@ -139,16 +140,16 @@ class _Concatenated(Node):
 
     def __init__(self, parts: Sequence[LazyTensor], dim: int, shape: Sequence[int]) -> None:
         super().__init__(shape, parts[0].dtype)
-        self.parts = self.sources = parts
+        self.sources = parts
         self.dim = dim
 
     def fill(self, box: Box, out: Tensor) -> None:
-        if len(self.parts) == 1:
-            self.parts[0].fill(box, out)
+        if len(self.sources) == 1:
+            self.sources[0].fill(box, out)
             return
         wanted_first, wanted_end = box[self.dim]
         place = 0
-        for part in self.parts:
+        for part in self.sources:
             size = part.shape[self.dim]
             first, end = max(wanted_first, place), min(wanted_end, place + size)
             if first < end:
@@ -167,10 +168,10 @@ class _Computed(Node):
     def fill(self, box: Box, out: Tensor) -> None:
         def part(value: Any) -> Any:
             if not isinstance(value, LazyTensor):
-                return value
+                return value.to(out.device) if isinstance(value, Tensor) else value
             ends = zip(box[len(box) - value.dim() :], value.shape, strict=True)
             inner = tuple((0, 1) if size == 1 else each for each, size in ends)
-            values = torch.empty([end - first for first, end in inner], dtype=value.dtype)
+            values = torch.empty([end - first for first, end in inner], dtype=value.dtype, device=out.device)
             value.fill(inner, values)
             return values
 
@@ -200,7 +201,7 @@ class _WholeCall:
     def results(self) -> list[Tensor]:
         if self.values is None:
             _note_whole(self.call, self.arguments)
-            args, kwargs = tree_map(_materialized, self.arguments)
+            args, kwargs = tree_map(materialized, self.arguments)
             self.values = [each for each in tree_leaves(self.call(*args, **kwargs)) if isinstance(each, Tensor)]
         return self.values
 
@@ -237,7 +238,7 @@ class LazyTensor(Tensor):
         if recorded is not None:
             return recorded
         _note_whole(func, arguments)
-        args, kwargs = tree_map(_materialized, arguments)
+        args, kwargs = tree_map(materialized, arguments)
         return func(*args, **kwargs)
 
     def fill(self, box: Box, out: Tensor) -> None:
@@ -284,6 +285,20 @@ def read_into(tensor: Tensor, start: int, into: Tensor) -> None:
                 tensor.fill(box, part[first:end].view([high - least for least, high in box]))
 
 
+def is_pure(node: Node) -> bool:
+    """Returns False for a node whose values are computed once, on whole tensors."""
+    return not isinstance(node, _Whole)
+
+
+def raw_bytes(node: Node) -> Node:
+    """Returns a node with the bytes, (B,), of a tensor in a file or in memory."""
+    if isinstance(node, Loaded):
+        return Loaded(node.values.contiguous().view(-1).view(torch.uint8))
+    raw = copy.copy(node)
+    raw.shape, raw.dtype = (math.prod(node.shape) * node.dtype.itemsize,), torch.uint8
+    return raw
+
+
 def release(tensor: Tensor) -> None:
     """Frees the results of computations on whole tensors, after the last read of a tensor."""
     for node in tensor.nodes() if isinstance(tensor, LazyTensor) else ():
@@ -291,7 +306,8 @@ def release(tensor: Tensor) -> None:
             node.source.values = None
 
 
-def _materialized(value: Any) -> Any:
+def materialized(value: Any) -> Any:
+    """Returns the values of a lazy tensor in memory, and anything else unchanged."""
     if not isinstance(value, LazyTensor):
         return value
     whole = torch.empty(value.shape, dtype=value.dtype)
@@ -456,7 +472,7 @@ def _fill_runs(node: Node, start: int, sizes: Sequence[int], strides: Sequence[i
     repeated = [dim for dim, stride in enumerate(strides) if stride == 0 and sizes[dim] > 1]
     if repeated:
         once = [1 if dim in repeated else size for dim, size in enumerate(sizes)]
-        values = torch.empty(once, dtype=node.dtype)
+        values = torch.empty(once, dtype=node.dtype, device=out.device)
         _fill_runs(node, start, once, strides, values)
         out.copy_(values.expand(sizes))
         return
@@ -476,7 +492,7 @@ def _fill_runs(node: Node, start: int, sizes: Sequence[int], strides: Sequence[i
         return
     outer, rest = dims[:inner], dims[inner:]
     shape, places = [size for _, size, _ in rest], [stride for *_, stride in rest]
-    run = torch.empty(span, dtype=node.dtype)
+    run = torch.empty(span, dtype=node.dtype, device=out.device)
     picked = run.as_strided(shape, [stride for stride, *_ in rest])
     for index in itertools.product(*(range(size) for _, size, _ in outer)):
         node.fill_flat(start + sum(each * dim[0] for each, dim in zip(index, outer, strict=True)), run)

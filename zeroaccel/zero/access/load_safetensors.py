@@ -8,7 +8,7 @@ shards; `checkpoint/` saves.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ from zeroaccel.zero.access.lazy_tensors import LazyTensor, OpenFile, Stored, rea
 from zeroaccel.zero.access.param_registry import handle_of
 from zeroaccel.zero.access.safetensors_file import MOST_HEADER_NBYTES, TensorLocation, dtype_of, tensor_locations
 from zeroaccel.zero.module_names import finder, plain_modules, plain_names
-from zeroaccel.zero.tensor_subclasses import local, mark_small_floats, scales_of
+from zeroaccel.zero.tensor_subclasses import local, mark_small_floats, scales_of, tensors_of
 
 
 class SafetensorsFolder:
@@ -263,21 +263,23 @@ def _check(plan: _Plan, where: str, *, strict: bool, initialized: bool) -> None:
         logger.warning("%s: %s", where, ". ".join(problems))
 
 
-def load_module(module: nn.Module, values: Mapping[str, Tensor], shards: ModuleShards) -> None:
+def load_module(module: nn.Module, values: Mapping[str, Tensor], shards: ModuleShards, *, whole: bool = False) -> None:
     """Fills a module's own parameters: those on the meta device become shards, of which a rank reads its own.
 
     Args:
-        values: the module's name of a parameter -> values of the parameter's shape.
+        values: the module's name of a parameter, or of a tensor in a wrapper -> values of its shape.
         shards: owner of new shards.
+        whole: every rank gets all values of those on the meta device.
     """
-    on_meta = [param for own in values if (param := module._parameters[own]) is not None and param.is_meta]
+    params = {own: param for own, param in _own_tensors(module) if own in values}
+    on_meta = any(param.is_meta for param in params.values())
     # One rank does not shard: it allocates its parameters and fills them in full.
-    if on_meta and shards.collectives.world_size > 1:
+    if on_meta and shards.collectives.world_size > 1 and not whole:
         shards.reserve(module, list(values))
     elif on_meta:
         _make_real(module, shards.destination.device, values, shards.destination.dtype)
     for own, value in values.items():
-        param = module.get_parameter(own)
+        param = params[own]
         handle = handle_of(param)
         if handle is None or handle.replaced:
             data = local(param).detach()
@@ -308,8 +310,8 @@ def _make_real(
 ) -> None:
     """Allocates memory for the module's own meta parameters and buffers; the values are uninitialized."""
     mark_small_floats(module)
-    for own, param in module._parameters.items():
-        if param is not None and param.is_meta and (names is None or own in names):
+    for own, param in _own_tensors(module):
+        if param.is_meta and (names is None or own in names):
             casts = dtype is not None and param.is_floating_point() and scales_of(param) is None
             kind = dtype if casts else param.dtype
             leave_meta(param, torch.empty(param.shape, dtype=kind, device=device))
@@ -317,6 +319,12 @@ def _make_real(
         for own, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[own] = torch.empty_like(buffer, device=device)
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for own, param in module._parameters.items():
+        if param is not None:
+            yield from tensors_of(own, param)
 
 
 # -- files

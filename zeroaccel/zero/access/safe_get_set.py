@@ -357,8 +357,6 @@ def _required_gradient(param: nn.Parameter, call: str) -> tuple[ParamHandle, _Va
     if values is None:
         raise EngineStateError(f"{call}({handle.slot.fqn}): it has no gradient", fix="call it after a backward")
     training = handle.registry.training
-    if training is not None and training.updates is not None:
-        training.updates.require_own_step(f"{call}({handle.slot.fqn})")
     if training is not None:  # also on ranks without an element: all examine the gradients again
         training.reducer.changed()
     return handle, values
