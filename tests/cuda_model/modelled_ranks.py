@@ -205,7 +205,7 @@ def _replace_host_work(cuda: FakeCuda, turns: model_threads.Turns, replacements:
                 return [int(torch.ones(1, dtype=reads[0].dtype).view(bits))]
         return [(1, 1)] if kernel == "square_sums" else [None]
 
-    def aligned_bytes(nbytes: int, *, pinned: bool = False) -> Tensor:
+    def aligned_bytes(nbytes: int, *, pinned: bool = False, file: int = -1) -> Tensor:
         made = torch.empty(nbytes, dtype=torch.uint8)
         if pinned:
             cuda.pin(made)

@@ -8,11 +8,16 @@ save blocks the next optimizer step only until then.
 training stream, each copy would wait for all launched training work, and then delay the work launched after it. The
 separate stream first waits for the work that training launched before the writer existed, so it copies the values of
 that time. The writing thread waits for the copies of a chunk before it reads the chunk.
+
+[Note: files in memory] A file in memory that is overwritten takes the copies itself: its pages are mapped, and locked
+for a device. The next step then waits for one copy, at the speed of the memory or of the link, and neither for
+checksums nor for a second copy. Mappings are kept, because locking takes longer than the copy.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +36,7 @@ from zeroaccel.checkpoint.save_plan import SaveItem
 from zeroaccel.checkpoint.zero_to_fp32 import CHUNK_NBYTES
 from zeroaccel.errors import CheckpointError
 from zeroaccel.offload import copying_stream
-from zeroaccel.offload.host_buffers import empty_on_host
+from zeroaccel.offload.host_buffers import aligned_bytes, empty_on_host
 from zeroaccel.ops.device_threads import CPU
 from zeroaccel.zero.access.safetensors_file import ITEMSIZE, FileLayout
 
@@ -49,6 +54,23 @@ class Staging:
         self._pinned = pinned
         self._num_allocated = 0
         self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+        self._files: dict[tuple[int, int, int], Tensor] = {}
+
+    def file(self, handle: int, nbytes: int) -> Tensor:
+        """Returns the first `nbytes` of a file in memory, (nbytes,) uint8, see [Note: files in memory].
+
+        The mappings of the last two files stay, since states alternate between two.
+
+        Raises:
+            OSError: the memory has no room for the file.
+        """
+        os.posix_fallocate(handle, 0, nbytes)  # a write to a mapped page without memory would end the process
+        status = os.fstat(handle)
+        key = (status.st_dev, status.st_ino, nbytes)
+        mapped = self._files.pop(key, None)
+        mapped = aligned_bytes(nbytes, pinned=self._pinned, file=handle) if mapped is None else mapped
+        self._files = dict([*self._files.items(), (key, mapped)][-2:])
+        return mapped
 
     def acquire(self) -> Tensor:
         """Returns an uninitialized chunk, (CHUNK_NBYTES,) uint8. Only one thread may call it at a time."""
@@ -157,6 +179,8 @@ class RankFileWriter:
         self._filled: queue.SimpleQueue[_FilledChunk | None] = queue.SimpleQueue()
         self._failure: Exception | None = None
         self._exhausted = False
+        self._mapped: Tensor | None = None
+        self._is_open = threading.Event()  # `write` has mapped the file, or does not map it
 
     def copy(self) -> None:
         """Copies all entries into staging memory; runs concurrently with `write`, which releases the chunks."""
@@ -180,9 +204,13 @@ class RankFileWriter:
         """
         try:
             with NewFile(self.path, unique=False, over=self._over) as file:  # the id of the save makes the name unique
+                if self._over is not None:
+                    self._mapped = self._staging.file(file.handle, self.layout.nbytes)
+                self._is_open.set()
                 table = self._write(file.handle)
                 file.publish()
         except BaseException as error:
+            self._is_open.set()
             self._drain()
             if isinstance(error, OSError):
                 raise CheckpointError(
@@ -194,7 +222,8 @@ class RankFileWriter:
         return FileRecord(self.path.name, self.layout.nbytes, rank, hashlib.sha256(table).hexdigest())
 
     def _copy(self) -> None:
-        chunk, used = self._staging.acquire(), 0
+        self._is_open.wait()
+        begin, used, chunk = 0, 0, self._chunk(0)
         for source in self._sources():
             while source.numel():
                 part = source[: CHUNK_NBYTES - used]
@@ -203,8 +232,15 @@ class RankFileWriter:
                 source = source[part.numel() :]
                 if used == CHUNK_NBYTES:
                     self._filled.put(_FilledChunk(chunk, used, self._copies.mark()))
-                    chunk, used = self._staging.acquire(), 0
+                    begin, used, chunk = begin + used, 0, self._chunk(begin + used)
         self._filled.put(_FilledChunk(chunk, used, self._copies.mark()))
+
+    def _chunk(self, begin: int) -> Tensor:
+        return self._staging.acquire() if self._mapped is None else self._mapped[begin : begin + CHUNK_NBYTES]
+
+    def _release(self, chunk: Tensor) -> None:
+        if self._mapped is None:
+            self._staging.release(chunk)
 
     def _sources(self) -> Iterator[Tensor]:
         yield torch.frombuffer(bytearray(self.layout.header), dtype=torch.uint8)
@@ -221,14 +257,16 @@ class RankFileWriter:
                 filled.wait()
                 data = filled.chunk.numpy()[: filled.nbytes]
                 sums.append(block_sums(data))
-                write_all(handle, data.data)
-                begin_flush(handle, num_written, data.size)
+                if self._mapped is None:
+                    write_all(handle, data.data)
+                    begin_flush(handle, num_written, data.size)
                 num_written += data.size
             finally:
-                self._staging.release(filled.chunk)
+                self._release(filled.chunk)
         if self._failure is not None:
             raise self._failure
         table: bytes = np.concatenate(sums).astype("<u8").tobytes()
+        os.lseek(handle, num_written, os.SEEK_SET)
         write_all(handle, memoryview(table))
         return table
 
@@ -240,4 +278,4 @@ class RankFileWriter:
     def _drain(self) -> None:
         """Releases chunks until `copy` ends, which would otherwise block without a free chunk after a failed write."""
         while not self._exhausted and (filled := self._next()) is not None:
-            self._staging.release(filled.chunk)
+            self._release(filled.chunk)

@@ -29,15 +29,16 @@ def aligned_nbytes(nbytes: int) -> int:
     return -(-nbytes // ALIGN_NBYTES) * ALIGN_NBYTES
 
 
-def aligned_bytes(nbytes: int, *, pinned: bool = False) -> Tensor:
+def aligned_bytes(nbytes: int, *, pinned: bool = False, file: int = -1) -> Tensor:
     """Returns (nbytes,) uint8, zeros, in page-aligned host memory; freed with the last view of it.
 
     Args:
         nbytes: a multiple of `ALIGN_NBYTES`, above 0.
         pinned: page-locked, so that copies of a CUDA device overlap with its kernels; pageable, with one warning, if
             the memory cannot be locked.
+        file: see `page_locked.mapped_bytes`.
     """
-    return mapped_bytes(nbytes, pinned=pinned)
+    return mapped_bytes(nbytes, pinned=pinned, file=file)
 
 
 def empty_on_host(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> Tensor:

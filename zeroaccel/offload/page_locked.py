@@ -168,18 +168,19 @@ def unlock_dropped(*, wait: bool = False) -> None:
                 _dropped.append((pages, copies))
 
 
-def mapped_bytes(nbytes: int, *, pinned: bool) -> Tensor:
+def mapped_bytes(nbytes: int, *, pinned: bool, file: int = -1) -> Tensor:
     """Returns (nbytes,) uint8, zeros, in separate pages that are freed with the last view of them.
 
     Args:
         nbytes: a multiple of the page size, above 0.
         pinned: page-locked; pageable with a warning if locking fails.
+        file: handle of a file in memory with at least `nbytes`, whose own pages these are; then any number of bytes.
     """
-    pages = _Pages(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages = _Pages(file, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if file < 0 else mmap.MAP_SHARED)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     if pinned:
         unlock_dropped()
-        room = free_nbytes()
+        room = free_nbytes() if file < 0 else nbytes  # the pages of a file are allocated
         # Locking allocates the pages at once: beyond the free memory, the system would kill the process silently.
         reason = f"{room / _GIGA:.2f} GB are free" if nbytes > room else pages.lock(memory.data_ptr())
         if reason:

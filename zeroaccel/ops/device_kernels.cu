@@ -9,8 +9,8 @@
 // A thread block has THREADS threads. `kind` is the dtype of an array: FLOAT32, BFLOAT16, FLOAT16 or, of codes, BYTE.
 // `control` may be null: then the kernel multiplies gradients by `factor`, and the update applies.
 //
-// The memory limits most kernels. Threads take four elements at once where addresses allow it (WIDTH is 4, else 1), load
-// all their arrays before they compute, and look at a kind once for four elements.
+// The memory limits most kernels. Threads take four elements at once where addresses allow it (WIDTH is 4, else 1),
+// load all their arrays before they compute, and look at a kind once for four elements.
 //
 // The file includes no headers, so that NVRTC needs none; the tests also compile it as C++ for the host.
 
@@ -312,8 +312,8 @@ __device__ __forceinline__ u8 encode_unsigned(float value, u32 exponent, u32 ran
 // ---- optimizer updates: the host's loops document the formulas ----
 //
 // A thread updates four consecutive elements; or four one by one, at the end of the arrays and if an array does not
-// begin at a multiple of four elements. The warp synchronizes (`__syncwarp`) after the arithmetic of each. Without it the
-// compiler duplicates all later code for each path through a division or a root, and takes a second per kernel.
+// begin at a multiple of four elements. The warp synchronizes (`__syncwarp`) after the arithmetic of each. Without it
+// the compiler duplicates all later code for each path through a division or a root, and takes a second per kernel.
 
 // Reads the factor from the control; returns true if the update applies.
 __device__ __forceinline__ bool applies(const float* control, float* factor) {
@@ -850,8 +850,8 @@ __device__ __forceinline__ float number_at(const u8* numbers, int i, int n, int 
 }
 
 // Encodes the numbers of a block as bytes, or half bytes, at `numbers`, and its scale. A lane has WIDTH values of each
-// half of the block in a round, since a byte of 4-bit codes has one of each. It keeps the values of two rounds, which are
-// all values of a block of at most 512.
+// half of the block in a round, since a byte of 4-bit codes has one of each. It keeps the values of two rounds, which
+// are all values of a block of at most 512.
 template <int WIDTH>
 __device__ __forceinline__ void encode_block(
     const void* values, int size, u8* numbers, float* scale_of, int kind, int levels) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import random
@@ -37,8 +38,7 @@ from zeroaccel.zero.access.safetensors_file import dtype_name
 
 
 def write_file(folder: Path, tensors: dict[str, torch.Tensor]) -> tuple[FileRecord, RankFileWriter]:
-    entries = [SaveItem(key, dtype_name(t.dtype), tuple(t.shape), 0, t.view(-1)) for key, t in tensors.items()]
-    writer = RankFileWriter(folder / rank_file_name(0, 1, "0123abcd"), entries, Staging(1))
+    writer = RankFileWriter(folder / rank_file_name(0, 1, "0123abcd"), entries_of(tensors), Staging(1))
     copier = Thread(target=writer.copy)
     copier.start()
     record = writer.write(0)
@@ -85,6 +85,76 @@ def test_every_tensor_is_aligned_and_comes_back(tmp_path: Path) -> None:
         for start, part in requests:
             part.copy_(torch.from_numpy(file.read(start, part.numel())))
     assert all(torch.equal(found[key], t.view(-1).view(torch.uint8)) for key, t in tensors.items())
+
+
+def entries_of(tensors: dict[str, torch.Tensor]) -> list[SaveItem]:
+    return [SaveItem(key, dtype_name(t.dtype), tuple(t.shape), 0, t.view(-1)) for key, t in tensors.items()]
+
+
+def test_a_file_in_memory_takes_the_copies_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors may change before the first checksum, and the writer maps each of two files once."""
+    mapped: list[int] = []
+    allocate = rank_file_writer.aligned_bytes
+
+    def counted(nbytes: int, *, pinned: bool, file: int) -> Tensor:
+        mapped.append(file)
+        return allocate(nbytes, pinned=pinned, file=file)
+
+    monkeypatch.setattr(rank_file_writer, "aligned_bytes", counted)
+    staging, tensors = Staging(1), {"master/huge": torch.randn(9 * CHUNK_NBYTES // 4 + 17), "state": torch.ones(3)}
+    files: list[Path] = []
+    for number in range(6):  # two files take turns, as those of states do
+        over = files[number - 2] if number >= 2 else None
+        path = tmp_path / rank_file_name(0, 1, f"0123abc{number}")
+        wanted = {key: tensor.clone() for key, tensor in tensors.items()}
+        writer = RankFileWriter(path, entries_of(tensors), staging, over=over)
+        writes = writer._write
+
+        def write_late(handle: int, writer: RankFileWriter = writer, writes: Callable[[int], bytes] = writes) -> bytes:
+            assert writer.copied.wait(60), "the copy waits for the checksums"
+            for tensor in tensors.values():
+                tensor.add_(1)
+            return writes(handle)
+
+        if over is not None:
+            monkeypatch.setattr(writer, "_write", write_late)
+        copier = Thread(target=writer.copy)
+        copier.start()
+        record = writer.write(0)
+        copier.join()
+        files.append(path)
+        assert over is None or not over.exists()
+        with RankFileReader(tmp_path, record) as file:
+            file.verify()
+            for key, tensor in wanted.items():
+                read = np.concatenate(
+                    [
+                        file.read(writer.layout.offsets[key] + start, min(CHUNK_NBYTES, tensor.nbytes - start))
+                        for start in range(0, tensor.nbytes, CHUNK_NBYTES)
+                    ]
+                )
+                assert read.tobytes() == tensor.numpy().tobytes()
+        assert path.stat().st_size == record.nbytes
+    assert len(mapped) == 2
+
+
+def test_a_file_in_memory_without_room_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    over = tmp_path / "obsolete"
+    over.write_bytes(b"0" * 100)
+
+    def full(handle: int, start: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    tensors = some_tensors()
+    writer = RankFileWriter(tmp_path / rank_file_name(0, 1, "0123abcd"), entries_of(tensors), Staging(1), over=over)
+    copier = Thread(target=writer.copy)
+    copier.start()
+    with pytest.raises(CheckpointError, match="cannot be written \\(No space left"):
+        writer.write(0)
+    copier.join(60)
+    assert not copier.is_alive()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_only_the_blocks_asked_for_are_read(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -162,6 +163,19 @@ def test_the_programs_for_comparison_step_without_a_gpu(gpu: Callable[..., int])
                 step()
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_too_little_host_memory_is_named_before_weights_are_drawn(
+    program: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, largest_model = importlib.import_module("parts"), importlib.import_module("largest_model")
+    monkeypatch.setattr("zeroaccel.offload.page_locked.free_nbytes", lambda: 3 * 10**9)
+    monkeypatch.setattr(largest_model, "train", lambda *_: pytest.fail("the model is built"))
+    figures: list[Any] = []
+    parts.train_largest(parts.Run("large", 10.0, figures.append, {}), tuple(largest_model.MODELS))
+    notes = {figure.name: figure.note for figure in figures}
+    assert list(notes) == list(largest_model.MODELS)
+    assert notes["13B, residual masters, int8 moments"] == "skipped: 109 GB of host memory, 3 free"
 
 
 def test_mistakes_are_named(gpu: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -209,6 +209,23 @@ def test_memory_that_cannot_be_locked_is_named_and_works(
     assert aligned_bytes(PAGE, pinned=True).data_ptr() in runtime.locked, "smaller slabs may fit later"
 
 
+def test_memory_that_cannot_be_locked_halfway_is_named_with_the_locked_half(
+    runtime: Runtime, warnings: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_locked._Pages, "locked_nbytes", 0)
+    locked = [aligned_bytes(10 << 20, pinned=True) for _ in range(2)]
+    runtime.refuses = 2
+    pageable = [aligned_bytes(10 << 20, pinned=True) for _ in range(2)]
+    (record,) = warnings.records
+    assert (
+        "pin_memory: 0.01 GB of host memory cannot be page-locked (CUDA error 2: out of memory" in record.getMessage()
+    )
+    assert "(locked so far: 0.02 GB)" in record.getMessage()
+    assert getattr(record, "all_ranks", False), "the ranks whose memory is refused may be others than rank 0"
+    assert sorted(runtime.locked) == sorted(slab.data_ptr() for slab in locked)
+    assert int(sum(slab.fill_(1).sum() for slab in (*locked, *pageable))) == 40 << 20
+
+
 def test_more_than_is_free_is_not_locked(
     runtime: Runtime, warnings: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,6 +62,8 @@ def test_ptx_rounds_each_operation_once(architecture: int) -> None:
     for kernel in ("adam", "adam_blocks", "adagrad"):
         assert "div.rn.f32" in body_of(ptx, kernel)
         assert "sqrt.rn.f32" in body_of(ptx, kernel)
+    for kernel in ("adam", "adam_blocks", "lion", "sgd", "square_sums", "encode"):
+        assert "ld.global.v4.u32" in body_of(ptx, kernel), "no load of four elements at once"
     assert "div.rn.f64" in body_of(ptx, "finalize")
     assert "sqrt.rn.f64" in body_of(ptx, "finalize")
     assert ("redux.sync" in ptx) == (architecture >= 80)

@@ -323,7 +323,7 @@ def test_codes_have_the_bits_of_the_host(codec: Codec, dtype: torch.dtype, by_ke
 @pytest.mark.parametrize("codec", [INT8, INT4, FP8, Codec(8, 2048), Codec(4, 1 << 12)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_codes_at_odd_addresses_have_the_same_bits(codec: Codec, dtype: torch.dtype) -> None:
-    """Values and numbers begin in the middle of 16 bytes, and some blocks are longer than what a warp keeps."""
+    """Values and numbers begin in the middle of 16 bytes, and some blocks are longer than a warp keeps."""
     kernels, numel, results = host_kernels(), 2 * codec.block_numel + 24, []
     values = spread(numel, 2).to(dtype)
     for places in (0, 1, 2, 4):
