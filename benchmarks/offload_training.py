@@ -121,11 +121,17 @@ def stream(folder: str, layers: int, rounds: int, block_size: int, json_path: Pa
 @click.option("--device", type=click.Choice(["cpu", "nvme"]), default="nvme", help="Tier of the states.")
 @click.option("--layers", default=6, help="Layers of 4 million parameters each.")
 @click.option("--batch", default=64, help="Rows of a forward: more rows hide more of the update.")
+@click.option("--threads", default=1, help="Threads of forward and backward; the other cores can update meanwhile.")
 @click.option("--rounds", default=5)
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the results here.")
-def beside(folder: str, device: str, layers: int, batch: int, rounds: int, json_path: Path | None) -> None:
-    """Times a step with the update inside it, and during the next step; in turn."""
-    engines = {during: _engine(folder, layers, 1 << 20, device, during) for during in ("step", "next_step")}
+@click.option("--check", is_flag=True, help="Exit with 1 if the bar is missed.")
+def beside(
+    folder: str, device: str, layers: int, batch: int, threads: int, rounds: int, json_path: Path | None, check: bool
+) -> None:
+    """Times a step with the update inside it, in the next forward, and during the next step; in turn."""
+    torch.set_num_threads(threads)
+    times = ("step", "forward", "auto", "next_step")
+    engines = {during: _engine(folder, layers, 1 << 20, device, during) for during in times}
     rows = torch.ones(batch, 2048, dtype=torch.bfloat16)
     seconds: dict[str, list[tuple[float, float, float]]] = {during: [] for during in engines}
     for turn in range(rounds + 2):
@@ -144,13 +150,16 @@ def beside(folder: str, device: str, layers: int, batch: int, rounds: int, json_
             if turn > 1:  # the first steps have no states to read, and update nothing early
                 seconds[during].append(found)
     console = Console(width=None if sys.stdout.isatty() else 160)
+    medians: dict[str, float] = {}
     for during, found_all in seconds.items():
         step_seconds, update, hidden = (statistics.median(column) for column in zip(*found_all, strict=True))
+        medians[during] = step_seconds
         line = f"{during}: step {step_seconds:.3f} s, update {update:.3f} s, {hidden:.3f} s of it hidden"
         console.print(line, highlight=False)
     for engine in engines.values():
         engine.destroy()
-    _finish([], {"machine": machine(), "device": device, "seconds": seconds}, console, json_path, check=False)
+    bar = Bar('seconds of a step with "auto" / with "step"', medians["auto"] / medians["step"], 1.02)
+    _finish([bar], {"machine": machine(), "device": device, "seconds": seconds}, console, json_path, check=check)
 
 
 def _engine(folder: str, layers: int, block_size: int, device: str = "nvme", during: str = "step") -> Any:

@@ -53,7 +53,7 @@ def samples(kind: str, count: int) -> list[dict[str, torch.Tensor]]:
     for number in range(count):
         ids = torch.randint(3, VOCAB, (LENGTH,), generator=generator)
         labels = ids.clone()
-        labels[: 3 * number % 17] = -100  # a prompt
+        labels[: 3 * number % 11] = -100  # a prompt
         sample = {"input_ids": ids, "labels": labels}
         if kind == "padded":  # the second half of some batches has no token
             mask = torch.arange(LENGTH) < (14 - number % 3 if number // BATCH % 2 else LENGTH - number % 5)

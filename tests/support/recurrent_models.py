@@ -98,6 +98,53 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"lru_width": 32, "head_dim": 8, "attention_window_size": 6, "block_types": ["recurrent", "attention"]},
     ),
     "rwkv": ("Rwkv", {"attention_hidden_size": 32, "context_length": 64, "rescale_every": 0}),
+    "bailing_hybrid": (
+        "BailingHybrid",
+        {
+            **{"head_dim": 8, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8},
+            **{"num_key_value_heads": 4, "layer_group_size": 2, "first_k_dense_replace": 1, "n_group": 2},
+            **{"topk_group": 1, "num_experts_per_tok": 2, "num_local_experts": 4, "moe_intermediate_size": 16},
+            "num_mtp_layers": 0,
+        },
+    ),
+    "lfm3": ("Lfm3", {"conv_L_cache": 3, "head_dim": 8, "layer_types": ["conv", "full_attention"]}),
+    "inkling": (
+        "InklingText:Inkling",
+        {
+            **{"head_dim": 8, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8},
+            **{"sliding_window_size": 6, "rel_extent": 64, "d_rel": 4, "moe_intermediate_size": 16},
+            **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+        },
+    ),
+    "inkling2": (
+        "Inkling2Text:Inkling2",
+        {
+            **{"head_dim": 8, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8},
+            **{"sliding_window_size": 6, "rel_extent": 64, "d_rel": 4, "moe_intermediate_size": 16},
+            **{"n_routed_experts": 4, "num_experts_per_tok": 2, "unpadded_vocab_size": VOCAB},
+            "n_layers_per_attn_res_block": 1,
+        },
+    ),
+    "qwen4_exp": (
+        "Qwen4ExpText:Qwen4Exp",
+        {
+            **_DELTA,
+            **_EXPERTS,
+            **{"hc_count": 2, "hc_lowrank": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8},
+            **{"indexer_budget": 8, "indexer_compress_ratio": 4},
+        },
+    ),
+    "xlstm": ("xLSTM", {"num_heads": 4, "chunk_size": 8}),
+    "zaya": (
+        "Zaya",
+        {
+            "head_dim": 8,
+            "moe_intermediate_size": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 1,
+            "router_hidden_size": 8,
+        },
+    ),
     "minimax": (
         "MiniMax",
         {

@@ -90,12 +90,18 @@ class _Boxes(defaultdict[tuple[int, int, int], "SimpleQueue[Tensor]"]):
 
 
 def run(
-    world_size: int, call: Callable[[Collectives], T], *, per_node: int = 8, records_sizes: bool = True
+    world_size: int,
+    call: Callable[[Collectives], T],
+    *,
+    per_node: int = 8,
+    records_sizes: bool = True,
+    stack_nbytes: int = _STACK_NBYTES,
 ) -> list[tuple[T, Sent]]:
     """Runs `call` on each rank; returns its results and counts. Raises the exception of a rank.
 
     Args:
         records_sizes: False if the ranks' parts of a call differ in size.
+        stack_nbytes: stack of each thread; models need more than the control plane.
     """
     boxes = _Boxes()
     results: list[Any] = [None] * world_size
@@ -118,7 +124,7 @@ def run(
         except BaseException as error:
             results[rank] = error
 
-    before = threading.stack_size(_STACK_NBYTES)
+    before = threading.stack_size(stack_nbytes)
     threads = [threading.Thread(target=serve, args=(rank,)) for rank in range(world_size)]
     for thread in threads:
         thread.start()

@@ -216,6 +216,8 @@ class Checkpointer:
         engine.require_states_loaded()
         self.wait()
         self._finish_update()
+        if engine.weight_update is not None:
+            engine.weight_update.forget()
         # The load writes shards and masters only, so drop old gradients and unsharded weights.
         engine.reset()
         for unit in engine.units:

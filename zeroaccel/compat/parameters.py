@@ -142,6 +142,9 @@ def _member(name: str, read: Callable[[ParamHandle], Any]) -> Callable[[nn.Param
 
 def _own_part(handle: ParamHandle) -> Tensor:
     """Returns this rank's elements of the parameter, (n,); empty if it has no elements."""
+    training = handle.registry.training
+    if training is not None and training.updates is not None:
+        training.updates.complete()
     return handle.buffer.shard.read(handle.reach(handle.buffer.rank))
 
 

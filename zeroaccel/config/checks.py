@@ -158,7 +158,7 @@ def _updates_on_the_host(config: Config) -> _Found:
     """Finds `update_during` without an update on the host."""
     offload = config.zero_optimization.offload_optimizer
     path: KeyPath = ("zero_optimization", "offload_optimizer", "update_during")
-    if offload is None or offload.update_during == "step":
+    if offload is None or offload.update_during in ("auto", "step"):
         return
     if tier_plan(config).optimizer == "device":
         where = 'offload_optimizer.device is "none"' if offload.device == "none" else "nothing is offloaded at stage 0"

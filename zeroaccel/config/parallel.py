@@ -433,11 +433,13 @@ def _autotp_size(tree: Mapping[str, Any]) -> int:
     return size
 
 
-SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble")
+SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble", "layer_major")
 INTERLEAVED = ("interleaved_1f1b", "zero_bubble")
 """Schedules with several stages per rank."""
 ZERO_BUBBLE = "zero_bubble"
 """Schedule that computes gradients of weights separately from, and later than, those of inputs."""
+LAYER_MAJOR = "layer_major"
+"""Schedule of one rank that passes all micro-batches of a step through each stage in turn."""
 SPLITS = ("compute", "parameters", "uniform")
 
 
@@ -452,8 +454,11 @@ class PipelineConfig:
             with m micro-batches. "interleaved_1f1b" (Narayanan et al., 2021, arXiv:2104.04473, section 2.2) has
             `stages_per_rank` = v stages on each rank; rank r has stages r, r + pp and so on, and is idle for
             (pp - 1) / (v m + pp - 1). "zero_bubble" (ZB-H1, Qi et al., 2024, arXiv:2401.10241) also fills the idle
-            time with gradients of weights, which no rank waits for; not available at stage 3.
-        stages_per_rank: number of stages per rank for the last two schedules, by default 2; the others have 1.
+            time with gradients of weights, which no rank waits for; not available at stage 3. "layer_major", for pp=1,
+            passes all micro-batches of a step through each of the rank's stages before the next one, so that stage 3
+            gathers weights, and reads them from files, twice per step instead of twice per micro-batch.
+        stages_per_rank: number of stages per rank, by default 2 for the schedules "interleaved_1f1b" and "zero_bubble",
+            and the number of blocks for "layer_major"; the others have 1.
         split: the quantity to balance: "compute", matrix elements used per token; "parameters"; or "uniform", the
             number of blocks. Or the number of blocks in each stage, in order.
         loss: function of (output, targets) for an nn.Sequential, whose batches are pairs (inputs, targets). A
@@ -484,13 +489,14 @@ class PipelineConfig:
                 "the first and the last stage on one rank (ZBV, DualPipeV)",
             )
         stages = self.stages_per_rank
-        most = None if self.schedule in INTERLEAVED else 1
+        several = (*INTERLEAVED, LAYER_MAJOR)
+        most = None if self.schedule in several else 1
         if stages is not None and (type(stages) is not int or stages < 1 or stages > (most or stages)):
             raise UsageError(
                 "PipelineConfig(stages_per_rank)",
                 expected=f'{"a positive number" if most is None else most} with schedule "{self.schedule}"',
                 got=stages,
-                fix=f"schedules with several stages per rank are {', '.join(INTERLEAVED)}",
+                fix=f"schedules with several stages per rank are {', '.join(several)}",
             )
         by_hand = not isinstance(self.split, str) and all(type(number) is int and number > 0 for number in self.split)
         if not by_hand and self.split not in SPLITS:
@@ -499,8 +505,13 @@ class PipelineConfig:
                 "PipelineConfig(split)", expected=f"one of {names}, or the number of blocks per stage", got=self.split
             )
 
-    def stages_on(self, ranks: int) -> int:
-        """Returns the number of stages per rank for this number of ranks; a single rank has one stage."""
+    def stages_on(self, ranks: int, blocks: int) -> int:
+        """Returns the number of stages per rank, for a number of ranks and of the model's blocks.
+
+        A single rank has one stage, except with "layer_major".
+        """
+        if self.schedule == LAYER_MAJOR:
+            return self.stages_per_rank or blocks
         if ranks == 1 or self.schedule not in INTERLEAVED:
             return 1
         return 2 if self.stages_per_rank is None else self.stages_per_rank

@@ -40,13 +40,13 @@ def _stage(value: object) -> int:
 
 def _update_time(value: object) -> object:
     if lowered(value) == "backward":
-        raise wrong('"step", which has the same bits: an update during backward cannot be clipped or skipped')
+        raise wrong('"forward", with the same bits: an update during backward could not be clipped or skipped')
     return lowered(value)
 
 
 Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_stage)]
 Device = Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(lowered)]
-UpdateDuring = Annotated[Literal["step", "next_step"], BeforeValidator(_update_time)]
+UpdateDuring = Annotated[Literal["auto", "step", "forward", "next_step"], BeforeValidator(_update_time)]
 FrozenFormat = Annotated[Literal["int8", "nf4", "mxfp4", "codes"], BeforeValidator(lowered)]
 Interval = Annotated[
     int | Literal["auto"],
@@ -90,8 +90,8 @@ class OffloadOptimizer(ConfigSection):
     """Write the previous tile during the update of the current one."""
     fast_init: Flag = False
     """Create the files of "nvme" without writing them first."""
-    update_during: UpdateDuring = "step"
-    """"step" updates in step(), "next_step" during the next step, one step late."""
+    update_during: UpdateDuring = "auto"
+    """"step" updates in step(), "forward" in the next forward (same results), "next_step" one step late."""
     ratio: Fraction | None = None
     """Fraction of each update on the host's cores, 0 to 1; by default measured if a CUDA device can do the rest."""
     super_offload: Flag = False

@@ -15,8 +15,8 @@ from zeroaccel.errors import ConfigError
 Residence = Literal["device", "host", "nvme"]
 """Storage of tensors between uses: on the model's device, in host memory, or in files."""
 
-UpdateTime = Literal["step", "next_step"]
-"""Time of the update of masters on the host: in `step()`, or during the next step."""
+UpdateTime = Literal["auto", "step", "forward", "next_step"]
+"""Time of the update of masters on the host: in `step()`, in the next forward, or during the next step."""
 
 _RESIDENCES: dict[Literal["none", "cpu", "nvme"], Residence] = {"none": "device", "cpu": "host", "nvme": "nvme"}
 

@@ -55,6 +55,7 @@ def _config(
 
 _QWEN3 = {"vocab_size": 151_936, "head_dim": 128}
 _QWEN3_MOE = {**_QWEN3, "num_experts": 128, "num_experts_per_tok": 8}
+_QWEN3_5 = {"vocab_size": 248_320, "linear_num_value_heads": 48}
 _GEMMA3 = {"vocab_size": 262_208, "head_dim": 256}
 _SCOUT = {"num_local_experts": 16}
 _MAVERICK = {"num_local_experts": 128, "interleave_moe_layer_step": 2}
@@ -99,6 +100,9 @@ CONFIGS: Mapping[str, ModelConfig] = {
     "qwen3-235b-a22b": _config(
         "qwen3_moe", 235_093_634_560, 4096, 12288, 94, 64, 4, moe_intermediate_size=1536, **_QWEN3_MOE
     ),
+    "qwen3-next-80b-a3b": _config("qwen3_next", 79_674_391_296, 2048, 5120, 48, 16, 2, period=4, head_dim=256),
+    "qwen3.5-27b": _config("qwen3_5_text", 26_895_998_464, 5120, 17408, 64, 24, 4, period=4, **_QWEN3_5),
+    "qwen3.6-27b": _config("qwen3_5_text", 26_895_998_464, 5120, 17408, 64, 24, 4, period=4, **_QWEN3_5),
     "smollm3-3b": _config("smollm3", 3_075_098_624, 2048, 11008, 36, 16, 4),
 }
 """Model configs by name, from the published config.json of each model."""

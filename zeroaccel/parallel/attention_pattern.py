@@ -10,7 +10,7 @@ Letters: B samples, S tokens of whole sequences, n queries and m keys of a block
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -22,6 +22,7 @@ from torch import Tensor
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
 _ANY = float("inf")
+_BLOCKS = "blockwise_overlay"
 
 
 class Block(Enum):
@@ -44,17 +45,14 @@ class Band:
 
     @classmethod
     def of(cls, function: MaskFunction) -> Band | None:
-        """Returns the bounds of a mask function of transformers; None if part of it is unknown.
+        """Returns the bounds of a mask function of transformers; None if part of it is of another library.
 
         Example:
             >>> from transformers.masking_utils import sliding_window_causal_mask_function
             >>> Band.of(sliding_window_causal_mask_function(5))
             Band(before=4, after=0, exact=True)
         """
-        if not inspect.isfunction(function) or function.__module__ != "transformers.masking_utils":
-            return None
-        known = inspect.getclosurevars(function).nonlocals
-        name = function.__qualname__.split(".")[0]
+        known, name = _parts_of(function)
         if name in ("and_masks", "or_masks"):
             parts = [cls.of(one) for one in known["mask_functions"]]
             bands = [one for one in parts if one is not None]
@@ -69,7 +67,9 @@ class Band:
             return cls(known["sliding_window"], known["sliding_window"])
         if name == "chunked_overlay":
             return cls(known["chunk_size"] - 1, known["chunk_size"] - 1, exact=False)
-        return {"causal_mask_function": cls(after=0), "bidirectional_mask_function": cls()}.get(name)
+        return {"causal_mask_function": cls(after=0), "bidirectional_mask_function": cls()}.get(
+            name, cls(exact=False) if name else None
+        )
 
     def meets(self, queries: range, keys: range) -> bool:
         """True if a query may attend to a key."""
@@ -80,6 +80,30 @@ class Band:
         return self.exact and keys[0] >= queries[-1] - self.before and keys[-1] <= queries[0] + self.after
 
 
+def with_blocks(function: MaskFunction, whole: Callable[[Tensor], Tensor]) -> MaskFunction:
+    """Returns a mask function of transformers with other block ids: tokens of a block attend to each other.
+
+    Args:
+        whole: returns the ids of all tokens, from this rank's.
+    """
+    from transformers import masking_utils
+
+    known, name = _parts_of(function)
+    if name in ("and_masks", "or_masks"):
+        parts = known["mask_functions"]
+        changed = [with_blocks(one, whole) for one in parts]
+        is_changed = any(new is not old for new, old in zip(changed, parts, strict=True))
+        return getattr(masking_utils, name)(*changed) if is_changed else function
+    return masking_utils.blockwise_overlay(whole(known["block_sequence_ids"])) if name == _BLOCKS else function
+
+
+def _parts_of(function: MaskFunction) -> tuple[Mapping[str, Any], str]:
+    """Returns the values that a mask function of transformers depends on and the name of its maker; "" for others."""
+    if not inspect.isfunction(function) or function.__module__ != "transformers.masking_utils":
+        return {}, ""
+    return inspect.getclosurevars(function).nonlocals, function.__qualname__.split(".")[0]
+
+
 @dataclass(frozen=True)
 class WholeSequences:
     """Inputs for the masks of one forward, for all S tokens.
@@ -87,12 +111,24 @@ class WholeSequences:
     Attributes:
         padding: (B, S) bool, False for padding; None without a padding mask.
         packed: (B, S) index of each token's sequence in its row; None if each row is one sequence.
+        positions: (B, S) positions of tokens in their sequences, for packed ones.
     """
 
     length: int
     device: torch.device
     padding: Tensor | None
     packed: Tensor | None
+    positions: Tensor | None = None
+
+    def within(self, function: MaskFunction) -> MaskFunction:
+        """Returns a mask function for packed sequences, as transformers does: with positions in each of them."""
+        if (places := self.positions) is None or self.packed is None:
+            return function
+
+        def of_positions(batch: Any, head: Any, query: Any, key: Any) -> Any:
+            return function(batch, head, places[batch, query], places[batch, key])
+
+        return of_positions
 
     def ends(self, pieces: Sequence[range]) -> dict[int, list[int]]:
         """Returns the packed sequences of the first and last tokens of pieces, in each row."""
@@ -135,7 +171,9 @@ class Pattern:
     ) -> None:
         self.band = band or Band(exact=False)
         self._pieces, self._sequences = pieces, sequences
-        self._function, self._rows, self._is_known, self._values = function, rows, band is not None, values
+        self._rows, self._is_known, self._values = rows, band is not None, values
+        self._function = sequences.within(function) if function is not None and sequences is not None else function
+        self._masks: dict[tuple[int, int], Tensor] = {}
         self.whole = whole
 
     @cached_property
@@ -189,6 +227,8 @@ class Pattern:
         from transformers import masking_utils
 
         masks: Any = masking_utils
-        with masks.TransformGetItemToIndex():
-            values: Tensor = masks._vmap_expansion_sdpa(self._function)(rows, head, q, k)
-        return values
+        block = int(q[0]), int(k[0])  # slow, and the same in each layer
+        if block not in self._masks:
+            with masks.TransformGetItemToIndex():
+                self._masks[block] = masks._vmap_expansion_sdpa(self._function)(rows, head, q, k)
+        return self._masks[block]

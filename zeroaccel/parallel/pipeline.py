@@ -19,7 +19,7 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.pipeline_group import PipelineGroup
 from zeroaccel.comm.topology import Topology
 from zeroaccel.config import Config
-from zeroaccel.config.parallel import INTERLEAVED, ZERO_BUBBLE, ParallelConfig, PipelineConfig
+from zeroaccel.config.parallel import INTERLEAVED, LAYER_MAJOR, ZERO_BUBBLE, ParallelConfig, PipelineConfig
 from zeroaccel.engine import Engine, EngineBase
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.optim.optimizer_kinds import OptimizerKind
@@ -49,7 +49,15 @@ class PipelineAxis(Axis):
     def join(cls, mesh: ParallelConfig, topology: Topology, job: JobSpec) -> PipelineAxis | None:
         if mesh.pp == 1 and job.pipeline is None:
             return None
-        return cls(PipelineGroup(topology, mesh.groups(cls.name)), job.pipeline or PipelineConfig())
+        config = job.pipeline or PipelineConfig()
+        if config.schedule == LAYER_MAJOR and mesh.pp > 1:
+            raise UsageError(
+                f'PipelineConfig(schedule="{LAYER_MAJOR}")',
+                expected="pp=1: it is an order of one rank, without messages between stages",
+                got=f"pp={mesh.pp}",
+                fix="set pp=1, or choose another schedule",
+            )
+        return cls(PipelineGroup(topology, mesh.groups(cls.name)), config)
 
     @classmethod
     def estimate(cls, mesh: ParallelConfig) -> AxisEstimate | None:
@@ -63,7 +71,7 @@ class PipelineAxis(Axis):
 
     @property
     def whole(self) -> WholeModel | None:
-        return self.stage.whole if self.stage.count > 1 else None
+        return self.stage.whole if self.stage.count > 1 or self.stage.shared else None
 
     def divide(self, model: nn.Module, others: Sequence[Axis]) -> None:
         """Reduces the model to this rank's stages.
@@ -136,7 +144,7 @@ class PipelineAxis(Axis):
                 got=3,
                 fix='use PipelineConfig(schedule="interleaved_1f1b") or "1f1b"',
             )
-        if settings.update_during != "step":
+        if settings.update_during not in ("auto", "step"):
             raise ConfigError(
                 config.where("zero_optimization.offload_optimizer.update_during"),
                 expected='"step" with a pipeline, since the gradient norm needs all stages',

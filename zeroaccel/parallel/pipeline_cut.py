@@ -93,7 +93,7 @@ class SharedParameter:
 
     Attributes:
         name: name of the parameter in the whole model.
-        owner, reader: pipeline ranks of the two stages.
+        owner, reader: pipeline ranks of the two stages; the same one if one rank has all stages.
         owning_part, reading_part: numbers of the two stages in the pipeline.
         param: the parameter, on the owner.
         copy: the module that reads a copy, on the reader.
@@ -440,7 +440,7 @@ def _shared(stage: Stage, pieces: Sequence[_StageModule]) -> list[SharedParamete
         is_alone = piece.kind == "end" or sum(param is not None for param in module._parameters.values()) == 1
         if (
             len(parts) > 2
-            or owner == reader
+            or (owner == reader and stage.count > 1)
             or len(readers) > 1
             or not is_alone
             or any(piece.kind == "block" for piece, *_ in places)
@@ -449,7 +449,7 @@ def _shared(stage: Stage, pieces: Sequence[_StageModule]) -> list[SharedParamete
             raise _shared_by_stages(names[key], _tie_of(stage.model, params[key]))
         item = SharedParameter(names[key], owner, reader, first, last)
         if stage.index == owner:
-            item.param = module._parameters[attribute]
+            item.param = params[key]
         if stage.index == reader:
             item.copy = ReadsCopy(module, attribute)
         if stage.index in (owner, reader):
@@ -493,8 +493,8 @@ class _Nothing(nn.Module):
 
 
 class _SequentialStage(Stage):
-    def __init__(self, model: nn.Module, whole: WholeModel, index: int, count: int, config: PipelineConfig) -> None:
-        super().__init__(model, whole, index, count, config.stages_on(count))
+    def __init__(self, model: nn.Sequential, whole: WholeModel, index: int, count: int, config: PipelineConfig) -> None:
+        super().__init__(model, whole, index, count, config.stages_on(count, len(model)))
         self._loss = config.loss
 
     def run(self, part: StagePart, forward: Callable[..., Any], batch: Any, received: Tensor | None) -> Tensor:
@@ -583,8 +583,10 @@ class _NoInput(nn.Module):
 
 
 class _BlockStage(Stage):
-    def __init__(self, model: nn.Module, whole: WholeModel, index: int, count: int, config: PipelineConfig) -> None:
-        super().__init__(model, whole, index, count, config.stages_on(count))
+    def __init__(
+        self, model: nn.Module, whole: WholeModel, index: int, count: int, config: PipelineConfig, blocks: int
+    ) -> None:
+        super().__init__(model, whole, index, count, config.stages_on(count, blocks))
         self.carry = Carry()
         self.width = 0  # of hidden states
         self._loss = config.loss
@@ -750,7 +752,7 @@ class _BlockCut:
         costs = [_cost([block], self.config) for block in self.blocks]
         costs[0] += sum(_own_cost(self.others[name], self.config) for name in before)
         costs[-1] += sum(_own_cost(self.others[name], self.config) for name in after)
-        stage = _BlockStage(self.model, whole, index, count, self.config)
+        stage = _BlockStage(self.model, whole, index, count, self.config, len(self.blocks))
         stage.width = self.trace.inputs[0].shape[-1]
         firsts = [*_firsts(costs, stage.num_parts, self.config, self.model), len(self.blocks)]
         in_tuple = self.trace.in_tuple

@@ -15,6 +15,14 @@ model, but backward reaches them in another order: the owner receives all of a m
 engine passes these parameters to `GradReducer.expect`. A buffer is then reduced with the backward that fills it, as
 often as without stages, and its gradients are complete with its stage's last micro-batch.
 
+[Note: layer-major order] On one rank, `schedule="layer_major"` makes each block a stage. All micro-batches of a step
+pass through a stage before the next one: forward from the first stage to the last, backward from the last to the first.
+Between two micro-batches of a stage its unit is needed again at once, so it stays gathered. A step then gathers each
+unit twice, and reads it from files twice, whatever the number of micro-batches (the vertical schedule of GreedySnake,
+2025). Each parameter's gradients are added in the order of the micro-batches, as in any other order; only those of a
+parameter that two stages read, such as tied embeddings, are first summed over the later stage's micro-batches. The
+inputs and outputs of all stages and micro-batches stay in memory. With the model's own recomputation nothing else does.
+
 [Note: a backward in two halves] The zero-bubble schedule computes gradients of inputs first, and those of weights
 later, with `torch.autograd.grad`, which calls no parameter hooks. So each half is a backward of the engine: the first
 reaches no parameter, and after the second the stage reports every parameter whose gradient it has set.
@@ -44,7 +52,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.pipeline_group import PipelineGroup
-from zeroaccel.config.parallel import PipelineConfig
+from zeroaccel.config.parallel import LAYER_MAJOR, PipelineConfig
 from zeroaccel.engine import EngineBase
 from zeroaccel.errors import EngineStateError, UsageError, compose
 from zeroaccel.nested import leaves_of, to_device
@@ -109,6 +117,7 @@ class PipelineEngine(EngineBase):
         self.stage, self.pipeline = stage, pipeline
         self.micro_losses = self._no_losses()
         # With pp=1 there is one stage, and torch's interleaved schedules need several.
+        self._is_layer_major = config.schedule == LAYER_MAJOR
         self._schedule_class = _SCHEDULES["1f1b" if stage.count == 1 else config.schedule]
         self._eval_class = ScheduleLoopedBFS if len(stage.parts) > 1 else ScheduleGPipe
         self._loader = loader
@@ -217,6 +226,8 @@ class PipelineEngine(EngineBase):
             if own is not None:
                 own.require(first, call, f"{self.stage.index}, {job.named([job.rank])}", f"0, {job.named([place])}")
         self._batches = [to_device(batch, self.collectives.topology.device) for batch in self._batches]
+        if self._is_layer_major:
+            return []  # no messages
         if not all(known for _, known in of_ranks[:width]):
             self._boundaries[first.shapes] = self._infer()
         return self._boundaries[first.shapes]
@@ -272,6 +283,13 @@ class PipelineEngine(EngineBase):
             return self.sequence_group.mean_loss(output, batch[SHIFTED_LABELS])  # type: ignore[index]
         return output
 
+    def _scaled(self, loss: Tensor, losses: list[Tensor]) -> Tensor:
+        """Appends a micro-batch's loss; returns it scaled like `Engine.backward`: one multiplication of a scalar."""
+        losses.append(loss.detach().reshape(()))
+        self._report.loss(loss)
+        factor = self.loss_scale.value / self.settings.accumulation
+        return loss * factor if factor != 1.0 else loss
+
     def _backward_of(
         self, part: StagePart, micro_batch: int, run: Callable[[], Sequence[nn.Parameter]], *, inputs_only: bool = False
     ) -> None:
@@ -315,6 +333,12 @@ class PipelineEngine(EngineBase):
         self._failure = None
         self._backwards.clear()
         self._activity("")
+        if self._is_layer_major:
+            with self._coordinator.one_pass("train by layers" if training else "eval by layers"):
+                self._run_by_layers(losses, training=training)
+            self._activity("")
+            self.micro_losses = torch.stack(losses).to(torch.float64)
+            return
         schedule, scheduled = self._schedule(boundaries, training=training)
         for one in scheduled:
             one.losses = losses
@@ -337,6 +361,48 @@ class PipelineEngine(EngineBase):
             one.clear_runtime_states()
         # The host reads no loss here: it would wait for the device.
         self.micro_losses = torch.stack(losses).to(torch.float64) if losses else self._no_losses()
+
+    def _run_by_layers(self, losses: list[Tensor], *, training: bool) -> None:
+        """Passes all micro-batches through each stage before the next one; see [Note: layer-major order]."""
+        *earlier, last = self.stage.parts
+        micro_batches = range(self.settings.accumulation)
+        entered: list[list[Tensor | None]] = [[None for _ in micro_batches]]  # per stage, its inputs
+        left: list[list[Tensor]] = []
+        for part in earlier:
+            left.append([self._forward_at(part, micro, entered[-1][micro]) for micro in micro_batches])
+            entered.append([output.detach().requires_grad_(training) for output in left[-1]])
+            if not training:
+                left.clear()
+                del entered[:-1]
+        gradients: list[Tensor | None] = []
+        for micro in micro_batches:  # the loss's backward follows at once, so that one micro-batch has logits
+            loss = self._forward_at(last, micro, entered[-1][micro])
+            loss = self._scaled(loss, losses)
+            gradients += [self._backward_at(last, micro, loss, entered[-1][micro])] if training else []
+        for part in reversed(earlier) if training else ():
+            entered.pop()
+            outputs = left.pop()
+            outputs.reverse()
+            for micro in micro_batches:  # `pop` frees the graph of each micro-batch after its backward
+                gradients[micro] = self._backward_at(part, micro, outputs.pop(), entered[-1][micro], gradients[micro])
+
+    def _forward_at(self, part: StagePart, micro: int, received: Tensor | None) -> Tensor:
+        self._activity(f"forward of micro-batch {micro} through layers {part.begin} to {part.end - 1}")
+        return self._forward_of(part, micro, received)
+
+    def _backward_at(
+        self, part: StagePart, micro: int, output: Tensor, received: Tensor | None, gradient: Tensor | None = None
+    ) -> Tensor | None:
+        """Returns the gradient of the stage's input, or None on the first stage."""
+        self._activity(f"backward of micro-batch {micro} through layers {part.begin} to {part.end - 1}")
+
+        def run() -> tuple[()]:
+            if output.requires_grad:  # not before the first trained parameter
+                torch.autograd.backward(output, gradient)
+            return ()
+
+        self._backward_of(part, micro, run)
+        return None if received is None else received.grad
 
     def _schedule(self, boundaries: Sequence[TensorShape], *, training: bool) -> tuple[Any, list[_ScheduledStage]]:
         """Returns the schedule for such batches; keeps only the newest, since each schedule has its own buffers."""
@@ -371,21 +437,29 @@ class PipelineEngine(EngineBase):
     def on_grad_ready(self, param: nn.Parameter) -> None:
         """Calls `Engine.on_grad_ready`, after adding the other stage's gradient to a shared parameter's."""
         shared = self._owned.get(id(param))
-        if shared is not None and param.grad is not None:
-            param.grad.add_(self._returned(shared))
+        returned = self._returned(shared) if shared is not None and param.grad is not None else None
+        if returned is not None:
+            param.grad.add_(returned)  # type: ignore[union-attr]
         super().on_grad_ready(param)
 
     def _take_returned(self, part: StagePart) -> None:
         """Gives parameters that a stage's backward did not reach the gradient of the other stage."""
         for shared in self._owned.values():
             if shared.owning_part == part.index and shared.name not in self._added and shared.param is not None:
-                shared.param.grad = self._returned(shared)
-                super().on_grad_ready(shared.param)
+                returned = self._returned(shared)
+                if returned is not None:
+                    shared.param.grad = returned
+                    super().on_grad_ready(shared.param)
         self._added.clear()
 
-    def _returned(self, shared: SharedParameter) -> Tensor:
-        """Returns the other stage's gradient of this micro-batch; a stage's gradients arrive together, in its order."""
+    def _returned(self, shared: SharedParameter) -> Tensor | None:
+        """Returns the other stage's gradient of this micro-batch; a stage's gradients arrive together, in its order.
+
+        In layer-major order the first micro-batch gets the sum over all of them, and the others None.
+        """
         if shared.name not in self._arrived:
+            if self._is_layer_major:
+                return None
             self._receive_gradients(shared.reader)
         self._added.add(shared.name)
         return self._arrived.pop(shared.name)
@@ -407,21 +481,25 @@ class PipelineEngine(EngineBase):
             if shared.copy is not None:
                 shared.copy.value = shared.copy.value.to(self.collectives.topology.device, dtype, copy=True)
                 shared.copy.is_trained = is_trained
-        pairs = [(shared.owner, shared.reader) for shared in self.stage.shared]
+        pairs = [(shared.owner, shared.reader) for shared in self.stage.shared if shared.owner != shared.reader]
         self.pipeline.connect_sharers({stage for pair in pairs if self.stage.index in pair for stage in pair})
 
     def _refresh_copies(self) -> None:
         """Sends shared parameters from the owning stage to the one that reads them."""
         for shared in self.stage.shared:
             label = f"values of {shared.name}"
-            if shared.copy is not None:
+            if shared.param is None:
+                assert shared.copy is not None, f"{label}: neither the owner nor the reader"
                 self.pipeline.receive(shared.copy.value, shared.owner, label)
-            elif shared.param is not None:
-                handle = self._handle_of(shared)
-                self.registry.acquire([handle.unit])
+                continue
+            handle = self._handle_of(shared)
+            self.registry.acquire([handle.unit])
+            if shared.copy is not None:  # one rank has both stages
+                shared.copy.value.copy_(shared.param.detach())
+            else:
                 self.pipeline.send(shared.param.detach().contiguous(), shared.reader, label)
                 self.pipeline.finish_sends()
-                self.registry.release([handle.unit])
+            self.registry.release([handle.unit])
 
     @staticmethod
     def _handle_of(shared: SharedParameter) -> ParamHandle:
@@ -444,6 +522,10 @@ class PipelineEngine(EngineBase):
             if shared.copy is not None and shared.copy.is_trained and shared.reading_part == part.index:
                 leaf = shared.copy.leaves.pop(micro_batch)
                 gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()
+                if self._is_layer_major:
+                    total = self._arrived.setdefault(shared.name, gradient)
+                    total.add_(gradient) if total is not gradient else None
+                    continue
                 self.pipeline.send(gradient, shared.owner, f"gradient of {shared.name}")
 
     # -- messages
@@ -590,12 +672,8 @@ class _ScheduledStage(PipelineStage):
         return operations
 
     def scaled_loss(self, loss: Tensor, _: object) -> Tensor:
-        """Returns the loss of a micro-batch, scaled like `Engine.backward`: one multiplication of a scalar."""
-        engine = self._engine
-        self.losses.append(loss.detach().reshape(()))
-        engine._report.loss(loss)
-        factor = engine.loss_scale.value / engine.settings.accumulation
-        return loss * factor if factor != 1.0 else loss
+        """Returns the scaled loss of a micro-batch, as torch's schedules ask for it."""
+        return self._engine._scaled(loss, self.losses)
 
     @contextlib.contextmanager
     def _computing(self, what: str) -> Iterator[None]:

@@ -2,9 +2,9 @@
 
 (Liu et al., 2023, arXiv:2310.01889.) `ulysses.py` calls it if there are more ranks than heads; `attention_pattern.py`
 has the masks of blocks. After the exchange of heads, each of v ranks has T = S / v tokens of the shared heads, as
-queries, keys and values: 2 P / v pieces of half a run, in zig-zag order (`dealing.py`). A rank sends each piece of its
-keys and values straight to every rank whose queries attend to any of it, in v - 1 rounds: in round t to the t-th rank
-after it. One piece travels while another is computed, so a rank holds its own pieces and at most two others.
+queries, keys and values: two pieces in zig-zag order (`dealing.py`). A rank sends each piece of its keys and values
+straight to every rank whose queries attend to any of it, in v - 1 rounds: in round t to the t-th rank after it. One
+piece travels while another is computed, so a rank holds its own pieces and at most two others.
 
 **Online softmax.** A block, some queries and a piece of keys, has an output and the logarithm of its sum of
 exponentials (lse). Outputs are averaged with weights exp(lse). Backward needs only the output and the lse of all blocks
@@ -45,7 +45,7 @@ def ring_tokens(dealing: Dealing, run: int, band: Band, source: int, rank: int) 
 
 
 @dataclass(frozen=True)
-class _Step:
+class _RingStep:
     """One exchange: this rank's piece `place` goes to rank `to`, and that of rank `source`, some tokens, comes."""
 
     to: int
@@ -60,7 +60,7 @@ class _Step:
 class _Visit:
     """A piece of keys and values on this rank; its own if there is no step.  key, value: (B, K, m, D)."""
 
-    step: _Step | None
+    step: _RingStep | None
     place: int
     tokens: range
     key: Tensor
@@ -108,7 +108,7 @@ class Ring:
                 yield queries, slice(start, start + len(queries)), block
             start += len(queries)
 
-    def steps(self) -> Iterator[_Step]:
+    def steps(self) -> Iterator[_RingStep]:
         """Yields the exchanges in order, the same number on every rank."""
         size, rank = self.dealing.ring_size, self.group.rank
         first = rank - rank % size
@@ -121,7 +121,7 @@ class Ring:
             to, source = first + (rank + distance) % size, first + (rank - distance) % size
             pieces = zip(self.own, self.dealing.pieces(source, self.run), strict=True)
             for place, (mine, theirs) in enumerate(pieces):
-                yield _Step(to, source, place, theirs, reads(to, mine), reads(rank, theirs))
+                yield _RingStep(to, source, place, theirs, reads(to, mine), reads(rank, theirs))
 
     def visits(self, key: Tensor, value: Tensor, label: str) -> Iterator[_Visit]:
         """Yields this rank's own pieces, then one for each step; empty ones if nothing comes. (all ranks)"""
@@ -129,7 +129,7 @@ class Ring:
         sizes = [len(piece) for piece in own]
         pieces = list(zip(key.split(sizes, 2), value.split(sizes, 2), strict=True))
 
-        def begin(step: _Step) -> tuple[Any, Tensor]:
+        def begin(step: _RingStep) -> tuple[Any, Tensor]:
             mine = pieces[step.place]
             flat = _flat(mine) if step.sends else key.new_empty(0)
             row = key[:, :, :1].numel() + value[:, :, :1].numel()

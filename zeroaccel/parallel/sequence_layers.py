@@ -24,8 +24,9 @@ import inspect
 import re
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any, Protocol
 
 import torch
@@ -305,13 +306,21 @@ def _operations(kind: type) -> tuple[list[tuple[dict[str, Any], str]], list[str]
             code = inspect.unwrap(attribute) if callable(attribute) else None
             if not inspect.isfunction(code):
                 continue
-            for name in code.__code__.co_names:
+            for name in _names_in(code.__code__):
                 if name in _FUNCTIONS and name in code.__globals__:
                     functions.append((code.__globals__, name))
                 elif name in _ALONG and callable(getattr(kind, name, None)):
                     methods.append(name)
     _OPERATIONS_OF[kind] = functions, sorted(set(methods))
     return _OPERATIONS_OF[kind]
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """Yields the names that a function looks up, also inside its lambdas."""
+    yield from code.co_names
+    for value in code.co_consts:
+        if isinstance(value, CodeType):
+            yield from _names_in(value)
 
 
 _OPERATIONS_OF: weakref.WeakKeyDictionary[type, tuple[list[tuple[dict[str, Any], str]], list[str]]] = (

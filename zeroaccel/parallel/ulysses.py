@@ -43,6 +43,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zeroaccel.comm.agree import agreed
@@ -51,7 +52,7 @@ from zeroaccel.comm.topology import Topology, peer_recorder
 from zeroaccel.config.parallel import ParallelConfig
 from zeroaccel.engine import EngineBase
 from zeroaccel.errors import UsageError
-from zeroaccel.parallel.attention_pattern import Band, Pattern, WholeSequences
+from zeroaccel.parallel.attention_pattern import Band, Pattern, WholeSequences, with_blocks
 from zeroaccel.parallel.dealing import Dealing, Dealt, to_heads, to_tokens
 from zeroaccel.parallel.ring import Ring
 from zeroaccel.parallel.sequence import SequenceGroup
@@ -64,6 +65,7 @@ from zeroaccel.setup.job import JobSpec
 __all__ = ["SequenceAxis", "UlyssesAttention"]
 
 _EAGER = "eager"
+_BLOCK_NUMBERS = "get_block_sequence_ids_for_mask"  # counts the images of each rank; other models have one block
 _CURE = "train it with sp=1, and more ranks of dp_shard"
 
 
@@ -106,10 +108,14 @@ class UlyssesAttention:
         self._agreed: set[tuple[object, ...]] = set()  # run shapes already compared between the ranks of the group
         self._forced: bool | None = None
         self.run, self.packs = 0, True
+        self._numbers_blocks = any(hasattr(_file_of(part), _BLOCK_NUMBERS) for part in model.modules())
+        self._patterns: dict[int, Pattern] = {}  # address of a mask that stands for one -> the pattern
         # Positions of this rank's run -> positions of whole sequences; recomputation in backward needs them again.
         self._positions: Any = WeakIdKeyDictionary()
         for part in model.modules():
             _ATTACHED[part] = self
+            if callable(generate := getattr(part, "generate", None)):
+                vars(part)["generate"] = partial(self._generate, part, generate)
         _replacements(self.implementation).add(self)
         _replace_balancing(model)
         self._layers = SequenceLayers(model, self)
@@ -133,6 +139,7 @@ class UlyssesAttention:
         for part in () if model is None else model.modules():
             if _ATTACHED.get(part) is self:
                 del _ATTACHED[part]
+                vars(part).pop("generate", None)
         _replacements(self.implementation).discard(self)
         if not any(_users()):
             _restore_balancing()
@@ -151,6 +158,17 @@ class UlyssesAttention:
             yield
         finally:
             self._forced = None
+
+    def _generate(self, model: nn.Module, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Refuses to generate from tokens that would be taken for a run of a sequence."""
+        if self.is_on(model):
+            raise UsageError(
+                f"sequence parallelism: {type(model).__name__}.generate",
+                expected="a forward over this rank's run of the tokens",
+                got="a request for tokens after them",
+                fix="generate with a model that was loaded without sp",
+            )
+        return generate(*args, **kwargs)
 
     # -- a forward
 
@@ -176,7 +194,9 @@ class UlyssesAttention:
         all_padding = None if padding is None else group.gather(padding.to(torch.bool))
         # Padded rows may count positions in any way; a padding mask alone defines the attention.
         is_packed = all_padding is None and not counts and bool((packed[:, -1] > 0).any())
-        self._sequences = WholeSequences(whole.shape[1], whole.device, all_padding, packed if is_packed else None)
+        self._sequences = WholeSequences(
+            whole.shape[1], whole.device, all_padding, packed if is_packed else None, whole
+        )
         if all_padding is None:
             all_padding = torch.ones_like(whole, dtype=torch.bool)
         taken = inspect.signature(model.forward).parameters
@@ -245,23 +265,48 @@ class UlyssesAttention:
             changed["cache_position"] = torch.arange(length, device=places.device)
         else:
             changed |= {"q_length": length, "q_offset": 0}
-        if sequences.packed is not None and self.packs:
-            changed["mask_function"] = _within_sequences(arguments["mask_function"], sequences.packed)
+        function = with_blocks(arguments["mask_function"], self._whole_blocks)
+        changed["mask_function"] = function
+        band = Band.of(function)
+        if not self.packs or (band is not None and band.after > 0):  # transformers packs causal attention only
+            sequences = replace(sequences, packed=None)
+        if sequences.packed is not None:
+            changed["mask_function"] = _within_sequences(sequences.within(function), sequences.packed)
             changed["allow_is_causal_skip"] = False
         heads = getattr(arguments["config"], "num_attention_heads", None)
         dealing = self._dealing(heads // self._head_parts if isinstance(heads, int) else self.group.size)
         whole = partial(make, **{**arguments, **changed})
         if dealing.ring_size == 1:
             return whole()
-        function, packed = arguments["mask_function"], sequences.packed if self.packs else None
-        return Pattern(
-            Band.of(function),
-            dealing.all_pieces(length // self.group.size),
-            function=function,
-            rows=arguments["batch_size"],
-            sequences=replace(sequences, packed=packed),
-            whole=whole,
-        )
+        pieces = dealing.all_pieces(length // self.group.size)
+        rows = arguments["batch_size"]
+        pattern = Pattern(band, pieces, function=function, rows=rows, sequences=sequences, whole=whole)
+        # Models pass a mask of 4 dims on. NaN shows if one computes with it.
+        mask = torch.full((), math.nan, device=sequences.device).expand(rows, 1, length, length)
+        self._patterns[mask.data_ptr()] = pattern
+        weakref.finalize(mask.untyped_storage(), self._patterns.pop, mask.data_ptr(), None)
+        return mask
+
+    def _whole_blocks(self, own: Tensor) -> Tensor:
+        """Returns the block of each token of whole sequences, -1 for none; this rank's come first in `own`."""
+        sequences = self._sequences
+        assert sequences is not None, "a mask is built outside a forward"
+        if sequences.packed is not None:
+            raise UsageError(
+                "sequence parallelism: forward: position_ids",
+                expected="one sequence in each row, for tokens that attend to each other in blocks, such as images",
+                got="packed sequences",
+                fix="train one sequence per row, with a padding mask",
+            )
+        run = sequences.length // self.group.size
+        ids = self.group.gather(own[:, :run])
+        if not self._numbers_blocks:
+            return ids
+        # A block that the cut divides goes on: the ids of two ranks have nothing in common.
+        follows = ids[:, 1:] == ids[:, :-1]
+        follows[:, run - 1 :: run] = True
+        starts = functional.pad(~(follows & (ids[:, :-1] >= 0)), (1, 0), value=True) & (ids >= 0)
+        return torch.where(ids >= 0, starts.cumsum(1) - 1, -1)
 
     def attend(
         self,
@@ -292,7 +337,10 @@ class UlyssesAttention:
         sinks = getattr(module, "sinks", None)
         sinks = _of_heads(sinks, dealing.heads, share, module) if isinstance(sinks, Tensor) else None
         in_ring = dealing.ring_size > 1
-        pattern = self._pattern(module, dealing, run, mask, kwargs) if in_ring else None
+        known = self._patterns.get(mask.data_ptr()) if isinstance(mask, Tensor) and not any(mask.stride()) else None
+        if known is not None and not in_ring:  # a layer with more heads than others
+            mask = known.whole()
+        pattern = known or self._pattern(module, dealing, run, mask, kwargs) if in_ring else None
         dealt = [Dealt(query, 2, 1, in_ring=True), *(Dealt(one, 2, 1, in_ring=in_ring) for one in (key, value))]
         query, key, value = to_heads(group, dealing, dealt, "exchange heads")
         if pattern is not None:
@@ -305,7 +353,7 @@ class UlyssesAttention:
         if positions is not None:
             kwargs["position_ids"] = self._positions.get(positions, positions)
         part = _Grouped(module, query.shape[1] // key.shape[1], sinks)
-        out, _ = attention(part, query, key, value, mask.whole() if isinstance(mask, Pattern) else mask, **kwargs)
+        out, _ = attention(part, query, key, value, mask, **kwargs)
         return to_tokens(group, dealing, Dealt(out, 1, 2), run, "exchange outputs"), None
 
     def _dealing(self, heads: int) -> Dealing:
@@ -313,8 +361,6 @@ class UlyssesAttention:
 
     def _pattern(self, module: nn.Module, dealing: Dealing, run: int, mask: Any, kwargs: Mapping[str, Any]) -> Pattern:
         """Returns which tokens attend to which, for attention whose heads ranks share."""
-        if isinstance(mask, Pattern):
-            return mask
         pieces, length = dealing.all_pieces(run), run * self.group.size
         if mask is None and self.implementation in (_EAGER, "sdpa"):
             is_causal = kwargs.get("is_causal")
@@ -346,8 +392,9 @@ class UlyssesAttention:
 def _check_attended(module: nn.Module, query: Tensor, key: Tensor, kwargs: Mapping[str, Any]) -> None:
     """Refuses attention that an exchange of heads would change, on all ranks, whose shapes are equal."""
     heads, key_heads = query.shape[1], key.shape[1]
+    is_cross = getattr(module, "is_cross_attention", False) or "CrossAttention" in type(module).__name__
     reasons = {
-        "attention of a sequence to itself": key.shape[2] != query.shape[2]
+        "attention of a sequence to itself": (is_cross or key.shape[2] != query.shape[2])
         and f"{query.shape[2]} queries and {key.shape[2]} keys on a rank (cross-attention)",
         "a number of heads that is a multiple of that of key heads": heads % key_heads
         and f"{heads} heads and {key_heads} key heads",
@@ -499,7 +546,7 @@ def _interfaces() -> tuple[Any, Any]:
 
 
 def _eager_of(module: nn.Module) -> Callable[..., Any]:
-    file = sys.modules[type(module).__module__]
+    file = _file_of(module)
     try:
         function: Callable[..., Any] = file.eager_attention_forward
     except AttributeError:
@@ -576,15 +623,38 @@ def _check_eager(implementation: str) -> None:
         )
 
 
-def _check_attention(model: nn.Module, config: Any) -> None:
+def _check_attention(model: Any, config: Any) -> None:
     """Refuses models without attention and layers along the sequence that an exchange could serve."""
-    if not isinstance(getattr(config, "num_attention_heads", None), int) and not has_layers(model):
+    where = f"sequence parallelism: {type(model).__name__}"
+    if getattr(model.config, "is_encoder_decoder", False):
         raise UsageError(
-            f"sequence parallelism: {type(model).__name__}",
+            where,
+            expected="one sequence per sample",
+            got="an encoder and a decoder, whose cross-attention reads another sequence",
+            fix=_CURE,
+        )
+    if has_layers(model):
+        return
+    if not isinstance(getattr(config, "num_attention_heads", None), int):
+        raise UsageError(
+            where,
             expected="num_attention_heads in its config, or operations along the sequence that transformers names",
             got="neither",
             fix="call SequenceGroup.exchange in the model's own layers",
         )
+    attentions = [(name, part) for name, part in model.named_modules() if "Attention" in type(part).__name__]
+    if attentions and not any(hasattr(_file_of(part), "ALL_ATTENTION_FUNCTIONS") for part in model.modules()):
+        name, module = attentions[0]
+        raise UsageError(
+            f"{where}: {name} ({type(module).__name__})",
+            expected="attention that transformers looks up by the name in the model's config",
+            got="attention of the module's own",
+            fix=_CURE,
+        )
+
+
+def _file_of(module: nn.Module) -> Any:
+    return sys.modules.get(type(module).__module__)
 
 
 class SequenceCut(Cut):

@@ -27,7 +27,8 @@ Backward has no such reads, so it gathers all units of the module. So does recom
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -101,6 +102,7 @@ class ParamCoordinator:
 
         # -- forward
         self._in_root = False
+        self._spans = False  # a block of several forwards and backwards is one pass
         self._num_forwards = 0
         self._clock = 0
         self._running: list[ForwardUse] = []
@@ -153,7 +155,8 @@ class ParamCoordinator:
         if not (self._running or self.in_backward):  # else the root calls itself, or checkpointing recomputes it
             self._num_forwards += 1
             self._in_root = True
-            self._trace.begin("train" if training else "eval")
+            if not self._spans:
+                self._trace.begin("train" if training else "eval")
 
     def pre_forward(self, unit: ParamUnit, task: int = -1, *, in_turn: bool = False) -> ForwardUse:
         """Unshards a unit, and the units whose parameters it reads, before one of its modules runs.
@@ -236,8 +239,7 @@ class ParamCoordinator:
             OffloadError: a rank could not read a shard; on every rank.
         """
         if not training and not self.in_backward and not self._running and not any(self._pending.values()):
-            self._reshard_all()
-            self._trace.end()
+            self._end_pass()
         if not (self.in_backward or self._running):
             self._in_root = False
             self._outcome.agree(self._ranks, "forward")
@@ -356,8 +358,27 @@ class ParamCoordinator:
             uses.clear()
         if self._second_order != self._num_backwards:
             self._second_order = 0
-        self._reshard_all()
-        self._trace.end()
+        self._end_pass()
+
+    def _end_pass(self) -> None:
+        if not self._spans:
+            self._reshard_all()
+            self._trace.end()
+
+    @contextmanager
+    def one_pass(self, kind: str) -> Iterator[None]:
+        """Makes one pass of all forwards and backwards in the block, so that units stay unsharded between them.
+
+        Args:
+            kind: name of the recording that such passes share.
+        """
+        self._trace.begin(kind)
+        self._spans = True
+        try:
+            yield
+        finally:
+            self._spans = False
+        self._end_pass()
 
     def end_step(self) -> None:
         """Reshards, before the weights change, units that a forward without a backward left unsharded."""
@@ -460,6 +481,8 @@ class ParamCoordinator:
             if name in self._live:
                 self._unshard(self._units[name])
         for name in ahead:
+            if self._units[name].install is not None:
+                continue  # its update comes first: waiting for it here would delay the unit that is needed now
             if self._units[name].is_swapped:
                 self._units[name].prefetch()
                 self._live[name] = self._units[name].numel
@@ -483,7 +506,7 @@ class ParamCoordinator:
         """Reshards `unit`, unless it is pinned or needed again within `stage3_max_reuse_distance`."""
         if unit.name in self._pinned or self._second_order:
             return
-        if self.on_demand is not None or not self._trace.keep(unit.name, self.live_numel):
+        if self.on_demand is not None or not self._trace.keep(unit.name, self._live):
             unit.reshard()
             self._live.pop(unit.name, None)
 

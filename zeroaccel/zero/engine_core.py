@@ -219,7 +219,7 @@ class EngineCore(ModelWrapper):
         self._refuses_compiled = parts.refuses_compiled
         self._undo = contextlib.ExitStack()
         if optimizer is not None:
-            self._undo.callback(optimizer.guard_step().remove)
+            self._undo.callback(optimizer.guard(lambda: self._require_weight_update("state_dict").complete()))
         self._destroyed = False
 
     def _build_weight_update(self, optimizer: ShardedOptimizer) -> WeightUpdate:
@@ -242,6 +242,8 @@ class EngineCore(ModelWrapper):
         # Before the forward computes with them: the next gather would overwrite such a write, so it must not train.
         self._integrity.check()
         self._hooks.attach_outside_graphs(self._refuses_compiled)
+        if self.weight_update is not None and (self._hooks.is_compiled or torch.compiler.is_compiling()):
+            self.weight_update.complete()  # compiled code reads parameters unseen
         self._note_phase("forward" if torch.is_grad_enabled() else "eval")
         dtype = self.settings.input_dtype
         if dtype is not None:
@@ -249,6 +251,8 @@ class EngineCore(ModelWrapper):
         try:
             return self.module(*args, **kwargs)
         except RuntimeError as error:
+            if isinstance(error, OffloadError) and self.weight_update is not None:
+                self.weight_update.fail_update()
             mistake = compiler_failure(error, self.module) or freed_view(error)
             mistake = mistake or misplaced_inputs(error, args, kwargs, self.collectives.topology.device)
             if mistake is None:
@@ -434,6 +438,8 @@ class EngineCore(ModelWrapper):
         try:
             self._coordinator.end_backward()
         except OffloadError:  # unread shards left NaN in the gradients, which include those of earlier micro-steps
+            if self.weight_update is not None:
+                self.weight_update.fail_update()
             self.reset()
             raise
         self._step.in_backward = self._step.is_direct = False
@@ -540,7 +546,7 @@ class EngineCore(ModelWrapper):
     # -- life cycle
 
     def finish_update(self) -> None:
-        """Installs an update that runs one step late (`update_during`: "next_step") now. (all ranks)
+        """Completes an update that the forward awaits or that runs one step late (`update_during`) now. (all ranks)
 
         Calls that save or read the full model call this too. Without such an update it only compares the ranks for the
         steps that have not compared them yet; see [Note: boundary] of `grad_norm.py`.

@@ -108,6 +108,11 @@ class Hooks:
         self._all_modules = tuple(self._root.modules())
         self._calls = [module._compiled_call_impl for module in self._all_modules]
 
+    @property
+    def is_compiled(self) -> bool:
+        """True if calls of some modules are compiled."""
+        return bool(self._compiled)
+
     def attach_anew(self) -> None:
         """Detaches the hooks, between passes, and attaches them again to the modules that are compiled now."""
         self._detach_from_model()

@@ -208,9 +208,8 @@ class FlatBuffer:
 
     def let_go_of_views(self) -> None:
         """Leaves the current memory to the program's views, if there are any: `full` continues as a copy."""
-        count = getattr(torch._C, "_storage_Use_Count", None)
-        # Counts `full`, its views, and the Python object of this storage; any more are views of the program.
-        if count is None or count(self.full.untyped_storage()._cdata) > 2 + len(self._views):
+        # `full`, its views, and the Python object of this storage; any more are views of the program.
+        if not 0 < self.num_aliases() <= 2 + len(self._views):
             self.full = self.full.clone()
             self._views = self._cut()
 
@@ -227,6 +226,18 @@ class FlatBuffer:
         self.full, self._views = self.full.new_empty(0), []
         self.store_in(MemoryShard.persistent(self.place()))
 
+    def hide_until(self, on_read: Callable[[], None]) -> None:
+        """Shows NaN until the first use of the parameters' values, which calls `on_read`."""
+        self.on_read = on_read
+        for use in self._uses:
+            use.is_released = True
+        show(self.params, self._absent, self._uses)
+
+    def num_aliases(self) -> int:
+        """Returns the number of tensors that share the full buffer's memory; 0 if torch does not tell."""
+        count = getattr(torch._C, "_storage_Use_Count", None)
+        return 0 if count is None else int(count(self.full.untyped_storage()._cdata))
+
     def await_use(self, on_read: Callable[[], None], *, moves: bool) -> bool:
         """Leaves the parameters sharded after the engine's end; the first use of their values calls `on_read`.
 
@@ -240,10 +251,7 @@ class FlatBuffer:
             place = self.place(copies=self.shard.copies)  # the copy may be in host memory, and the gather on a device
             self.store_in(MemoryShard(place, self.shard.read(self.own).clone()))
         self.shard.secondary.drop()
-        self.on_read = on_read
-        for use in self._uses:
-            use.is_released = True
-        show(self.params, self._absent, self._uses)
+        self.hide_until(on_read)
         return all(map(is_watched, self.params))
 
     def release_masters(self) -> None:
@@ -324,6 +332,9 @@ class ParamUnit:
 
     Args:
         sharded: the full buffers have no values, so the unit starts sharded.
+
+    Attributes:
+        install: installs the weights of an update that the next gather awaits, and returns its failure; None without.
     """
 
     def __init__(
@@ -346,6 +357,7 @@ class ParamUnit:
         self._exact = True  # the gathered values are those of the shards, and not rounded
         self._keeps_values = False  # a sharded unit whose full buffers have the exact values
         self._state = ShardState.UNSHARDED
+        self.install: Callable[[], OffloadError | None] | None = None
         if sharded:
             self.reshard()
 
@@ -384,7 +396,7 @@ class ParamUnit:
 
     def prefetch(self) -> None:
         """Starts to swap shards in, ahead of `unshard`."""
-        if self._state is ShardState.SHARDED:
+        if self._state is ShardState.SHARDED and self.install is None:
             for buffer in self.buffers:
                 buffer.shard.prefetch()
 
@@ -405,6 +417,11 @@ class ParamUnit:
             self.reshard()
         if self._state is not ShardState.SHARDED:
             return
+        if self.install is not None:
+            with span("update", self.name, "wait for the host"):
+                error = self.install()
+            self.install = None
+            self._note(error, f"update {self.name}", outcome)
         if self._keeps_values:
             self._keeps_values = False
             self._move(ShardState.SHARDED, ShardState.GATHERING)
@@ -436,6 +453,10 @@ class ParamUnit:
                 error = error or raised
                 if outcome is not None:  # gather anyway, because the other ranks participate
                     buffer.shard.stage_absent()
+        self._note(error, label, outcome)
+
+    def _note(self, error: OffloadError | None, label: str, outcome: FetchOutcome | None) -> None:
+        """Records an error on this rank in `outcome`, or raises it on every rank. (all ranks)"""
         if outcome is not None:
             outcome.note(error)
             return

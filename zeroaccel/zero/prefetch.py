@@ -24,7 +24,8 @@ class PrefetchLimits:
         prefetch_bucket_size: number of elements to gather ahead; the last unit may exceed it. 0 gathers nothing ahead.
         max_live_parameters: bound on all unsharded units; a unit that would exceed it is not gathered ahead.
         max_reuse_distance: a unit that is needed again within this many elements stays unsharded.
-        next_always: gather the next needed unit ahead even if it exceeds `max_live_parameters`.
+        next_always: gather the next needed unit ahead, and keep a unit that is needed next, even if they exceed
+            `max_live_parameters`.
     """
 
     prefetch_bucket_size: int = 50_000_000
@@ -127,12 +128,19 @@ class PrefetchTrace:
         self.actions.extend(f"PREFETCH {unit}" for unit in ahead)
         return ahead
 
-    def keep(self, name: str, live_numel: int) -> bool:
-        """Returns True if a unit that was just used should stay unsharded because it is needed again soon enough."""
+    def keep(self, name: str, live: Mapping[str, int]) -> bool:
+        """Returns True if a unit that was just used should stay unsharded because it is needed again soon enough.
+
+        Args:
+            live: the units that are unsharded or gathering, with their sizes.
+        """
         position = self._last_use.get(name)
         if not self.in_pass or not self._trace.complete or position is None:
             return False
-        keeps = self._is_needed_soon(position) and live_numel <= self._limits.max_live_parameters
+        keeps = self._is_needed_soon(position) and (
+            sum(live.values()) <= self._limits.max_live_parameters
+            or (self._limits.next_always and self._is_next(name, live))
+        )
         self.actions.append(f"{'KEEP' if keeps else 'RESHARD'} {name}")
         return keeps
 
@@ -176,6 +184,11 @@ class PrefetchTrace:
     def _is_needed_soon(self, position: int) -> bool:
         distance = self._trace.next_use[position]
         return distance is not None and distance <= self._limits.max_reuse_distance
+
+    def _is_next(self, name: str, live: Mapping[str, int]) -> bool:
+        """Returns True if nothing is gathered before the unit's next use, so keeping it does not raise the peak."""
+        order, following = self._trace.order, self._position + 1
+        return all(unit in live for unit in order[following : order.index(name, following)])
 
     def _ahead(self, live: Mapping[str, int]) -> list[str]:
         """Returns the next units in recorded order, up to both limits."""

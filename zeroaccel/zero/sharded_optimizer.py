@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from zeroaccel.errors import EngineStateError
 from zeroaccel.ops.device_kernels import DeviceKernels, kernels_for
@@ -125,8 +124,15 @@ class ShardedOptimizer:
         for group, own in zip(self.optimizer.param_groups, pieces, strict=True):
             group["params"] = [piece.param for _, piece in sorted(own, key=lambda item: item[0])]
 
-    def guard_step(self) -> RemovableHandle:
-        """Makes a program's `optimizer.step()` an error: the engine has taken the gradients off the parameters."""
+    def guard(self, complete: Callable[[], object]) -> Callable[[], None]:
+        """Makes a program's `optimizer.step()` an error: the engine has taken the gradients off the parameters.
+
+        Args:
+            complete: called before the program reads or loads a state dict.
+
+        Returns:
+            The function that undoes this.
+        """
 
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if not self.is_stepping:
@@ -134,7 +140,11 @@ class ShardedOptimizer:
                     "optimizer.step(): the engine steps it, with gradients that it keeps", fix="call engine.step()"
                 )
 
-        return self.optimizer.register_step_pre_hook(LiveHook(before))
+        hook, undo = LiveHook(lambda *_: complete()), ExitStack()
+        undo.callback(self.optimizer.register_step_pre_hook(LiveHook(before)).remove)
+        undo.callback(self.optimizer.register_state_dict_pre_hook(hook).remove)
+        undo.callback(self.optimizer.register_load_state_dict_pre_hook(hook).remove)
+        return undo.close
 
     @property
     def takes_control(self) -> bool:

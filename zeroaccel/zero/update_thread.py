@@ -1,4 +1,4 @@
-"""`UpdateThread`: updates of masters beside forward and backward.
+"""`UpdateThread`: updates of masters beside forward and backward, with the new weights installed in between.
 
 `weight_update.py` decides which updates run here, and has the loop over the sub-groups of a buffer.
 """
@@ -9,12 +9,14 @@ import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zeroaccel.errors import OffloadError, listed
 from zeroaccel.ops.device_threads import executor
 from zeroaccel.zero.grad_reducer import GradientBuffer
 from zeroaccel.zero.layout import FlatTensor
@@ -25,21 +27,27 @@ from zeroaccel.zero.storage.masters import MasterStorage
 
 @dataclass(frozen=True)
 class _Job:
-    """`weights`: memory for the new weights, in the parameters' dtype; None if the masters themselves serve."""
+    """An update that has begun.
+
+    Attributes:
+        weights: memory for the new weights, in the parameters' dtype; None if the masters themselves serve.
+        is_direct: the thread writes the weights where they belong.
+    """
 
     weights: FlatTensor | None
+    is_direct: bool
     done: Future[float]
 
 
 class UpdateThread:
     """Updates masters on a separate thread, during forward and backward.
 
-    Forward and backward read the old weights, so the thread writes the new ones to separate memory until `install`. A
-    single thread runs the updates in the order in which they were added. `begin` copies the hyperparameters, because a
-    scheduler may change them during the updates.
+    Forward and backward may read the old weights, so the thread writes the new ones to separate memory until `install`.
+    A single thread runs the updates in the order in which they were added. `begin` copies the hyperparameters, because
+    a scheduler may change them during the updates.
 
     For each step: 1. `begin`, 2. `add` per buffer, in the announced order, 3. `install` of each.
-    Every buffer whose masters are in memory must have them apart from its parameters.
+    Unless it is updated directly, a buffer whose masters are in memory must have them apart from its parameters.
 
     Args:
         advance: `WeightUpdate.advance_masters`, which updates the masters of one buffer.
@@ -55,7 +63,7 @@ class UpdateThread:
         self._groups: list[dict[str, Any]] = []
         self._grad_scale = 1.0
         self._thread: ThreadPoolExecutor | None = None
-        self._failure: Exception | None = None
+        self._failure: OffloadError | None = None
 
     @property
     def pending(self) -> bool:
@@ -76,20 +84,30 @@ class UpdateThread:
         self._grad_scale = grad_scale
         self._failure = None
 
-    def add(self, gradient: GradientBuffer) -> None:
-        """Starts the update of a buffer, whose reduced gradient is final."""
+    def add(self, gradient: GradientBuffer, *, unread: bool = False) -> None:
+        """Starts the update of a buffer, whose reduced gradient is final.
+
+        Args:
+            unread: nothing reads its weights before `install`, so that those in host memory need no other memory.
+        """
         assert gradient.shard is not None, f"{gradient.name} is updated without a gradient"
         if self._thread is None:
             self._thread = executor(1, "zeroaccel-update", self._device)
-        weights = self._optimizer.writer.memory_aside(gradient.buffer)
-        done = self._thread.submit(self._run, gradient.buffer, gradient.shard, weights)
-        self._jobs[id(gradient.buffer)] = _Job(weights, done)
+        buffer, writer = gradient.buffer, self._optimizer.writer
+        is_direct = unread and writer.is_direct(buffer)
+        weights = None if is_direct else writer.memory_aside(buffer)
+        done = self._thread.submit(self._run, buffer, gradient.shard, weights, is_direct=is_direct)
+        self._jobs[id(buffer)] = _Job(weights, is_direct, done)
+
+    def has(self, buffer: FlatBuffer) -> bool:
+        """Returns True if an update of the buffer is not installed yet."""
+        return id(buffer) in self._jobs
 
     def install(self, buffer: FlatBuffer) -> None:
         """Waits for the update of a buffer and puts the new weights into its shard.
 
         Raises:
-            OffloadError: a tier failed.
+            OffloadError: a tier failed, or the update itself.
         """
         # The wait is the part of the update that did not overlap with forward and backward.
         job = self._jobs.pop(id(buffer))
@@ -100,14 +118,19 @@ class UpdateThread:
             waited = time.perf_counter() - begun
         self._optimizer.update_seconds += seconds
         self._optimizer.hidden_seconds += seconds - waited
-        self._optimizer.writer.install(buffer, job.weights)
+        if not job.is_direct:
+            self._optimizer.writer.install(buffer, job.weights)
 
-    def close(self) -> None:
-        """Drops pending updates and ends the thread."""
+    def drop(self) -> None:
+        """Waits for pending updates, and drops them."""
         for job in self._jobs.values():
             job.done.exception()
         self._jobs.clear()
         self._release()
+
+    def close(self) -> None:
+        """Drops pending updates and ends the thread."""
+        self.drop()
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
@@ -117,7 +140,7 @@ class UpdateThread:
         for buffer in self._order:
             buffer.masters.release()
 
-    def _run(self, buffer: FlatBuffer, grad: Tensor, weights: FlatTensor | None) -> float:
+    def _run(self, buffer: FlatBuffer, grad: Tensor, weights: FlatTensor | None, *, is_direct: bool) -> float:
         """Runs an update on the thread; returns its duration in seconds."""
         if self._failure is not None:  # the tier has failed: later updates would only mix more old and new
             raise self._failure
@@ -125,10 +148,21 @@ class UpdateThread:
         following = self._following.get(id(buffer))
         try:
             gradient = FlatTensor(buffer.own, grad)
-            self._advance(buffer, gradient, self._grad_scale, following, weights, self._groups)
-        except Exception as error:
+            writer = self._optimizer.writer
+            with writer.new_weights(buffer) if is_direct else nullcontext(weights) as out:
+                self._advance(buffer, gradient, self._grad_scale, following, out, self._groups)
+        except OffloadError as error:
             self._failure = error
             raise
+        except Exception as error:
+            names = listed([slot.fqn for slot in buffer.layout.slots], most=3)
+            self._failure = OffloadError(
+                f"the update of {names} on the host",
+                expected="an update without an error",
+                got=f"{type(error).__name__}: {error}",
+                fix="resume from the last checkpoint",
+            )
+            raise self._failure from error
         return time.perf_counter() - begun
 
 

@@ -1,9 +1,16 @@
 """The update at the boundary of a step: masters, then weights, then gathers of persistent units.
 
-`WeightUpdate` decides when masters are updated: all in `step()`, or during the forward and backward after it, one step
-late ([Note: one step late]). In each case the new weights take effect in a `step()`, buffer by buffer in one order,
-because the gathers of the ranks need one.
+`WeightUpdate` decides when masters are updated: all in `step()`; in the forward after it, unit by unit ([Note: updates
+that the forward awaits]); or during the forward and backward after it, one step late ([Note: one step late]). In
+`step()` the weights are installed buffer by buffer in one order, because the gathers of the ranks need one.
 `update_thread.py` has the thread for updates that run outside `step()`. Neither deals with norms.
+
+[Note: updates that the forward awaits] With `forward`, `step()` starts a thread with the gradients, factor and
+hyperparameters of this step, and returns. The thread updates units in the order of the model, and the first use of a
+unit installs its weights: the gather of a sharded unit, or the first read of a parameter on the only rank that holds
+it, which shows NaN until then. Installing needs no other rank, so one rank alone may read masters (`complete`). All
+calls of all ranks that need every weight call `finish`, as does the next step. Weights that several ranks hold whole
+are updated in `step()`: a rank may read them alone, and the gather that they need would wait for the others.
 
 [Note: one step late] With `next_step`, `step()` number t first installs the weights from the update of its predecessor,
 then starts the update with its own gradients, and returns. So the gradients of step t belong to the weights after t - 2
@@ -15,14 +22,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from zeroaccel.comm.agree import agree_or_raise
 from zeroaccel.comm.collectives import Collectives
+from zeroaccel.comm.environment import usable_cores
 from zeroaccel.config.shard_plan import UpdateTime
 from zeroaccel.errors import EngineStateError, OffloadError
+from zeroaccel.logs import logger
 from zeroaccel.telemetry.timeline import span
 from zeroaccel.zero.grad_reducer import GradReducer
 from zeroaccel.zero.layout import FlatTensor
@@ -33,6 +44,7 @@ from zeroaccel.zero.storage.placement import TierSet
 from zeroaccel.zero.update_thread import UpdateThread
 
 _KEY = "zero_optimization.offload_optimizer.update_during"
+_MIXTURE = "a step failed half way, so the weights are a mixture of old and new"
 
 
 class WeightUpdate:
@@ -41,7 +53,7 @@ class WeightUpdate:
     Args:
         gather_numel: elements of all-gathers in flight.
         gathers: masters are sharded, so that persistent units have to be gathered.
-        during: time at which masters are updated.
+        during: time at which masters are updated; "auto" is "forward" if that helps, else "step".
 
     Attributes:
         broken: reason why the weights are unusable; None while they are sound.
@@ -66,8 +78,13 @@ class WeightUpdate:
         self._collectives = collectives
         self._gather_numel = gather_numel
         self._gathers = gathers
-        self._during = during
         self._tiers = tiers
+        is_possible = gathers and tiers.steps_on_host and during in ("auto", "forward")
+        self._awaited = [unit for unit in units if is_possible and self._may_wait(unit)]
+        self._aliases = {id(buffer): buffer.num_aliases() for unit in self._awaited for buffer in _trained(unit)}
+        self._during = self._resolved(during)
+        self._installs = False  # updates of the last step may be left to the forward
+        self._failure: OffloadError | None = None
         self._thread = UpdateThread(optimizer, self.advance_masters, collectives.topology.device)
 
     @property
@@ -88,20 +105,24 @@ class WeightUpdate:
             OffloadError: a tier failed; on every rank. Masters and weights are a mixture of old and new.
         """
         optimizer, gradients = self._optimizer, self._reducer.gradients
-        if grad_scale is None:
+        if grad_scale is None or self._during == "forward":
             self.finish()
+        if grad_scale is None:
             return
         if self._during == "next_step":
             assert isinstance(grad_scale, float), "updates on a thread take a number"
             self._start_late(grad_scale)
             optimizer.count_step()
             return
+        later = self._units_for_later() if self._during == "forward" else []
+        waiting = {id(buffer) for unit in later for buffer in _trained(unit)}
+        gradients = [gradient for gradient in gradients if id(gradient.buffer) not in waiting]
         own = [each.buffer for each in gradients]
-        with self._new_weights(own) as new:
+        with self._new_weights(own, agrees=self._tiers.can_fail and bool(own)) as new:
             optimizer.begin_update()
             is_updated = False
             with new.failures():
-                is_updated = optimizer.step_all(gradients, grad_scale)
+                is_updated = not later and optimizer.step_all(gradients, grad_scale)
             following = followers(own)
             for gradient in gradients:
                 buffer = gradient.buffer
@@ -112,6 +133,8 @@ class WeightUpdate:
                             groups, then = optimizer.optimizer.param_groups, following.get(id(buffer))
                             self.advance_masters(buffer, gradient.reduced(), grad_scale, then, out, groups)
         if isinstance(grad_scale, float):
+            if later:
+                self._start_for_forward(later, grad_scale)
             optimizer.count_step()
 
     def advance_masters(
@@ -162,13 +185,124 @@ class WeightUpdate:
         for gradient in gradients:
             self._thread.add(gradient)
 
-    def finish(self) -> None:
-        """Installs the weights of an update that runs one step late, if there is one. (all ranks)
+    # -- updates that the forward awaits
+
+    def _resolved(self, during: UpdateTime) -> UpdateTime:
+        """Returns `during`, or for "auto" the time that helps; logs why it is not the forward."""
+        if during != "auto" or not self._tiers.steps_on_host:
+            return "step" if during == "auto" else during
+        here, optimizer = self._collectives.topology, self._optimizer
+        reason = ""
+        if optimizer.native is None or optimizer.is_coupled:
+            reason = f"{type(optimizer.optimizer).__name__} updates in step() only"
+        elif not self._awaited or self._collectives.peers is not self._collectives.job:
+            reason = "weights are in files, or several ranks hold whole ones and each may read them alone"
+        elif here.device.type == "cpu" and usable_cores() // here.local_world_size <= torch.get_num_threads():
+            reason = "forward and backward compute on all cores"
+        if reason:
+            logger.info('%s is "step": %s', _KEY, reason)
+        return "step" if reason else "forward"
+
+    def _may_wait(self, unit: ParamUnit) -> bool:
+        """Returns True if the forward may await the unit's update: no rank reads stale weights, or waits for others."""
+        trained = _trained(unit)
+        if unit.is_swapped:  # all new weights would be in memory at a time
+            return False
+        if not unit.persistent:
+            return bool(trained) and not any(buffer.persistent for buffer in trained)
+        plain = all(type(param) is nn.Parameter for buffer in trained for param in buffer.params)
+        return bool(trained) and plain and self._collectives.everyone.world_size == 1
+
+    def _units_for_later(self) -> list[ParamUnit]:
+        # A tensor of the program that shares a parameter's memory would show the old weights, so then no use waits.
+        aliases = self._aliases
+        return [
+            unit
+            for unit in self._awaited
+            if not unit.persistent or all(0 < buffer.num_aliases() <= aliases[id(buffer)] for buffer in _trained(unit))
+        ]
+
+    def _start_for_forward(self, units: Sequence[ParamUnit], grad_scale: float) -> None:
+        of_buffer = {id(gradient.buffer): gradient for gradient in self._reducer.gradients}
+        buffers = [buffer for unit in units for buffer in _trained(unit)]
+        self._failure, self._installs = None, True
+        self._thread.begin(buffers, grad_scale)
+        for unit in units:
+            unit.install = partial(self._install, unit)
+            for buffer in _trained(unit):
+                if unit.persistent:
+                    buffer.hide_until(partial(self._show, unit))
+                self._thread.add(of_buffer[id(buffer)], unread=True)
+
+    def _install(self, unit: ParamUnit) -> OffloadError | None:
+        """Installs the weights of a unit, on this rank alone; returns the failure, which later units have too."""
+        for buffer in _trained(unit):
+            if self._failure is not None or not self._thread.has(buffer):
+                continue
+            try:
+                self._thread.install(buffer)
+            except OffloadError as error:
+                self._failure = error
+                buffer.shard.discard()
+            self._optimizer.writer.order_copies()
+            if unit.persistent:
+                buffer.on_read = None
+                buffer.point(unsharded=True)
+        return self._failure
+
+    def _show(self, unit: ParamUnit) -> None:
+        if self._install(unit) is not None:
+            self.fail_update()
+            raise self._failure or AssertionError("an update failed without an error")
+
+    def fail_update(self) -> None:
+        """Marks the weights as unusable if an update that the forward awaited may have failed. (all ranks)"""
+        if self._installs:
+            self.broken = _MIXTURE
+
+    def complete(self) -> None:
+        """Completes an update that the forward would await, on this rank alone.
+
+        Raises:
+            OffloadError: the update failed; the other ranks raise it at their next call.
+        """
+        if self._installs:
+            for unit in self._awaited:
+                self._install(unit)
+            if self._failure is not None:
+                raise self._failure
+            self._optimizer.settle(self._optimizer.buffers)
+
+    def forget(self) -> None:
+        """Drops an update that failed, before other weights are loaded."""
+        if self._installs:
+            self._thread.drop()
+            self._installs = False
+            for unit in self._awaited:
+                unit.install = None
+                if unit.persistent:
+                    for buffer in _trained(unit):
+                        buffer.on_read = None
+                        buffer.point(unsharded=True)
+
+    def finish(self, *, late: bool = True) -> None:
+        """Completes an update that the forward awaits, and installs one that runs one step late. (all ranks)
+
+        Args:
+            late: False leaves the second kind as it is.
 
         Raises:
             OffloadError: a tier failed; on every rank.
         """
-        if self._during == "next_step" and self._thread.pending:
+        if self._installs:
+            # The passes agreed about the units that they used; files may fail afterwards.
+            agrees = self._tiers.can_fail or any(unit.install is not None for unit in self._awaited)
+            with self._new_weights((), agrees=agrees) as new:
+                for unit in self._awaited:
+                    new.failure = new.failure or self._install(unit)
+                    unit.install = None
+            self._installs = False
+        if late and self._during == "next_step" and self._thread.pending:
             with self._new_weights(()) as new:
                 self._optimizer.begin_update()
                 for gradient in self._reducer.gradients:
@@ -205,7 +339,11 @@ class WeightUpdate:
         optimizer.change_without_pieces(call)
 
     def require_settled(self, call: str) -> None:
-        """Raises EngineStateError while masters are ahead of the weights, when `call` would see a mixture."""
+        """Raises EngineStateError while masters are ahead of the weights, when `call` would see a mixture.
+
+        An update that the forward awaits is completed instead.
+        """
+        self.complete()
         if self._thread.pending:
             raise EngineStateError(
                 f'{call}: an update is in progress ({_KEY} is "next_step")',
@@ -219,11 +357,12 @@ class WeightUpdate:
         self._thread.close()
 
     @contextmanager
-    def _new_weights(self, buffers: Sequence[FlatBuffer]) -> Iterator[_NewWeights]:
+    def _new_weights(self, buffers: Sequence[FlatBuffer], *, agrees: bool | None = None) -> Iterator[_NewWeights]:
         """Yields the gathers of one update; after the block every rank has its new weights, or raises the same error.
 
         Args:
             buffers: those whose masters the block updates.
+            agrees: whether the ranks exchange their failures; by default if a tier can fail.
         """
         new = _NewWeights(self._units if self._gathers else (), buffers, self._optimizer, self._gather_numel)
         yield new
@@ -232,14 +371,18 @@ class WeightUpdate:
         new.wait()
         # A disk fails on one rank alone, which still joins the gathers, since the others wait there. Only now can all
         # ranks raise; until they know that none failed, the weights may be a mixture.
-        if self._tiers.can_fail:
+        if self._tiers.can_fail if agrees is None else agrees:
             # Set before the ranks agree, so that it remains if that collective itself fails.
-            self.broken = "a step failed half way, so the weights are a mixture of old and new"
+            self.broken = _MIXTURE
             agree_or_raise(self._collectives.everyone, new.failure, "offloaded update")
             self.broken = None
             self._tiers.settle()
         elif new.failure is not None:
             raise new.failure
+
+
+def _trained(unit: ParamUnit) -> list[FlatBuffer]:
+    return [buffer for buffer in unit.buffers if buffer.trainable]
 
 
 class _NewWeights:

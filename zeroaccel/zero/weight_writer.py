@@ -16,6 +16,7 @@ from zeroaccel.zero.layout import FlatTensor
 from zeroaccel.zero.param_unit import FlatBuffer
 from zeroaccel.zero.storage.copy_stream import CopyStream
 from zeroaccel.zero.storage.masters import MasterPiece
+from zeroaccel.zero.storage.shards import MemoryShard
 
 
 class WeightWriter:
@@ -107,6 +108,10 @@ class WeightWriter:
         self._writes_host = False
 
     # -- new weights while the old ones are in use
+
+    def is_direct(self, buffer: FlatBuffer) -> bool:
+        """Returns True if a thread may write new weights where they belong: host memory, without a stream or a file."""
+        return isinstance(buffer.shard, MemoryShard) and buffer.shard.device.type == "cpu" and buffer.changed is None
 
     def memory_aside(self, buffer: FlatBuffer) -> FlatTensor | None:
         """Returns host memory for new weights while the old ones are in use; None if the masters themselves serve."""

@@ -102,12 +102,13 @@ def _train_variants(folder: Path) -> list[tuple[str, list[str]]]:
             settings = _settings(folder, 2, "cpu", "none", **{**keys, "data_types": types})
             runs.append(train(settings, 3, make=HalfWay, **arguments))
         told.append((name, differences(*runs)))
-    runs = []
-    for kind in ("fp32", "residual"):
-        keys = {"bf16": {"enabled": True, "check_grad_overflow": False}, "data_types": {"master_weights": kind}}
-        keys |= offloaded(folder, "cpu", "nvme", update_during="next_step")
-        runs.append(train(config(3, "bf16", **keys), 4, make=HalfWay))
-    told.append(("next_step", differences(*runs)))
+    for during, params in (("forward", "cpu"), ("next_step", "nvme")):
+        runs = []
+        for kind in ("fp32", "residual"):
+            keys = {"bf16": {"enabled": True, "check_grad_overflow": False}, "data_types": {"master_weights": kind}}
+            keys |= offloaded(folder, "cpu", params, update_during=during)
+            runs.append(train(config(3, "bf16", **keys), 4, make=HalfWay))
+        told.append((during, differences(*runs)))
     return told
 
 

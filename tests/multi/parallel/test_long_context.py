@@ -115,7 +115,15 @@ def _compare(
             assert torch.allclose(own[name], grad, rtol=1e-5, atol=1e-5), name
 
 
-WORKS = sorted(set(FAMILIES) - {"minimax"})
+REFUSED = {
+    "minimax": "(MiniMaxLightningAttention): expected layers that work on each token by itself",
+    "xlstm": "(xLSTMLayer): expected layers that work on each token by itself",
+    "zaya": "model.layers.0.self_attn",
+    "inkling": "InklingAttention: expected attention whose heads differ only in their weights, got 'position_bias",
+    "inkling2": "Inkling2SlidingAttention: expected attention whose heads differ only in their weights",
+    "qwen4_exp": "model.layers.1.self_attn (Qwen4ExpTextAttention): expected a forward that runs",
+}
+WORKS = sorted(set(FAMILIES) - set(REFUSED))
 HEADS = [
     # heads, heads of keys, attention, model, batch, sp, stage, further keys
     (7, 1, "sdpa", "Llama", "packed", 2, 3, {}),
@@ -188,7 +196,13 @@ def test_what_a_cut_would_change_is_refused_on_every_rank(ranks: Ranks, what: st
         assert says in said
 
 
-QUICK = [("qwen3_next", "padded", 2, 3), ("bamba", "packed", 4, 1), ("jamba", "plain", 2, 1), ("rwkv", "plain", 4, 3)]
+QUICK = [
+    ("qwen3_next", "padded", 2, 3),
+    ("lfm3", "padded", 2, 1),
+    ("bamba", "packed", 4, 1),
+    ("jamba", "plain", 2, 1),
+    ("rwkv", "plain", 4, 3),
+]
 
 
 @pytest.mark.parametrize(("family", "what", "sp", "stage"), QUICK)
@@ -203,6 +217,29 @@ def test_families_train_as_in_one_process(ranks: Ranks, family: str, what: str, 
 @pytest.mark.parametrize("family", WORKS)
 def test_all_families_train_as_in_one_process(ranks: Ranks, family: str, what: str, sp: int, stage: int) -> None:
     _compare(ranks, "family", (family,), what, sp, stage, {})
+
+
+def _refused(family: str) -> str:
+    model: Any = recurrent_model(family)
+    engine = None
+    try:
+        engine, *_ = zeroaccel.initialize(model, config=config(1, "fp32", optimizer=SGD), parallel=ParallelConfig(sp=2))
+        engine.train()
+        (batch,) = SequenceLoader([_batch("plain")], engine.sequence_group, same_batches=True)
+        engine(**batch)
+    except UsageError as error:
+        return str(error)
+    finally:
+        if engine is not None:
+            engine.destroy()
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(REFUSED))
+def test_other_families_are_refused_by_the_name_of_a_module(ranks: Ranks, family: str) -> None:
+    for said in ranks(2).run(_refused, family):
+        assert REFUSED[family] in said
 
 
 def _items(sp: int) -> tuple[list[float], float]:

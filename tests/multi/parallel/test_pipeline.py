@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from zeroaccel.compat.deepspeed_engine import initialize
 from zeroaccel.compat.deepspeed_pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from zeroaccel.config.parallel import ParallelConfig, PipelineConfig
 from zeroaccel.errors import UsageError, ZeroAccelError
+from zeroaccel.zero.param_unit import ParamUnit, ShardState
 
 transformers = pytest.importorskip("transformers")
 pytestmark = NEEDS_STAGES
@@ -156,6 +158,11 @@ CASES = [
     ("llama", 2, 1, 1, "bf16", ADAMW, {"schedule": "zero_bubble", "stages_per_rank": 1}),
     pytest.param(*("layers", 2, 2, 2, "fp32", SGD, {"schedule": "zero_bubble"}), marks=pytest.mark.slow),
     pytest.param(*("layers", 3, 1, 2, "fp32", SGD, {"schedule": "interleaved_1f1b"}), marks=pytest.mark.slow),
+    # All micro-batches pass through a stage before the next one.
+    ("llama", 1, 2, 3, "bf16", ADAMW, {"schedule": "layer_major"}),
+    ("llama", 1, 1, 1, "fp16", SGD, {"schedule": "layer_major", "stages_per_rank": 2}),
+    ("layers", 1, 2, 2, "fp32", SGD, {"schedule": "layer_major"}),
+    pytest.param(*("llama", 1, 2, 0, "fp32", SGD, {"schedule": "layer_major"}), marks=pytest.mark.slow),
     # Weights that two stages share: the first two of three, and two pairs in two stages, one trained by the later
     # stage.
     ("layers-middle", 3, 1, 1, "fp32", SGD, {"split": (2, 3, 2)}),
@@ -183,6 +190,59 @@ def test_stages_change_no_bit(
     settings = config(stage, precision, MICRO_BATCHES, optimizer=optimizer, gradient_clipping=0.5)
     whole = ranks(dp).run(plain, settings, kind)[0]
     require_same(ranks(pp * dp).run(staged, settings, kind, pp, **cutting), whole)
+
+
+def by_layers(settings: Mapping[str, Any], kind: str, folder: Path | None, schedule: str) -> tuple[Run, Counter[str]]:
+    """Trains with weights in files; also returns the number of times that the last step gathered each unit."""
+    gathers: Counter[str] = Counter()
+    unshard = ParamUnit.unshard
+
+    def counted(unit: ParamUnit, **kwargs: Any) -> None:
+        gathers[unit.name] += unit.state is not ShardState.UNSHARDED
+        unshard(unit, **kwargs)
+
+    settings = {**settings, "zero_optimization": {**settings["zero_optimization"], **in_files(folder)}}
+    pipeline = PipelineConfig(schedule=schedule)
+    engine, *_ = zeroaccel.initialize(build(kind), config=settings, pipeline=pipeline)
+    data, run = batches(kind, engine.collectives.rank), Run()
+    for step in range(STEPS):
+        with pytest.MonkeyPatch.context() as patch:
+            if step == STEPS - 1:
+                patch.setattr(ParamUnit, "unshard", counted)
+            run.losses.append(engine.train_batch(data).item())
+        run.norms.append(engine.get_global_grad_norm())
+    run.losses.append(engine.eval_batch(batches(kind, engine.collectives.rank)).item())
+    return finished(engine, run), gathers
+
+
+def in_files(folder: Path | None) -> dict[str, Any]:
+    if folder is None:
+        return {}
+    tier = {"device": "nvme", "nvme_path": str(folder)}
+    return {"offload_param": tier, "offload_optimizer": tier}
+
+
+def test_layer_major_order_gathers_each_unit_twice_a_step(ranks: Ranks, tmp_path: Path) -> None:
+    settings = config(3, "bf16", MICRO_BATCHES, gradient_clipping=0.5, stage3_param_persistence_threshold=0)
+    usual, often = ranks(2).run(by_layers, settings, "llama", tmp_path, "1f1b")[0]
+    run, gathers = ranks(2).run(by_layers, settings, "llama", tmp_path, "layer_major")[0]
+    assert differences(usual, run) == []
+    assert gathers == {"root": 1, **{f"model.layers.{block}": 2 for block in range(4)}}
+    assert all(often[name] >= 2 * MICRO_BATCHES for name in gathers if name != "root"), often
+
+
+def test_layer_major_order_sums_the_gradients_of_a_tied_head_first(ranks: Ranks, tmp_path: Path) -> None:
+    def settings(stage: int) -> dict[str, Any]:
+        return config(stage, "fp32", MICRO_BATCHES, optimizer=SGD)
+
+    usual = ranks(1).run(plain, settings(0), "llama-tied")[0]
+    runs = [ranks(1).run(by_layers, settings(stage), "llama-tied", None, "layer_major")[0][0] for stage in (0, 3)]
+    runs.append(ranks(1).run(by_layers, settings(3), "llama-tied", tmp_path, "layer_major")[0][0])
+    assert differences(runs[0], runs[1]) == differences(runs[0], runs[2]) == []
+    assert runs[0].losses[:STEPS] == pytest.approx(usual.losses, rel=1e-6)
+    assert runs[0].weights.keys() == usual.weights.keys()
+    for name, weight in usual.weights.items():
+        torch.testing.assert_close(runs[0].weights[name], weight, rtol=1e-4, atol=1e-6, msg=name)
 
 
 class _HostReads(TorchDispatchMode):
@@ -433,10 +493,9 @@ def mistaken(what: str) -> str:
     engine: Any = None
     try:
         arguments: dict[str, Any] = {}
-        if what == "schedule":
-            arguments["schedule"] = "looped_bfs"
-        if what == "sharded":
-            arguments["schedule"] = "zero_bubble"
+        schedules = {"schedule": "looped_bfs", "layers": "layer_major", "sharded": "zero_bubble"}
+        if what in schedules:
+            arguments["schedule"] = schedules[what]
         if what == "per rank":
             arguments["stages_per_rank"] = 2
         if what in ("rounds", "blocks"):
@@ -497,6 +556,7 @@ def _use_wrongly(engine: Any, what: str) -> None:
         ("few", "gradient_accumulation_steps: expected at least 2 micro-batches per step"),
         ("early", 'zero_optimization.offload_optimizer.update_during: expected "step" with a pipeline'),
         ("schedule", 'PipelineConfig(schedule): expected "1f1b" or "gpipe" or "interleaved_1f1b" or "zero_bubble"'),
+        ("layers", 'PipelineConfig(schedule="layer_major"): expected pp=1: it is an order of one rank'),
         (
             "sharded",
             'zero_optimization.stage: expected 0, 1 or 2 with schedule "zero_bubble", which computes gradients',

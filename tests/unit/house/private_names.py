@@ -70,6 +70,7 @@ PRIVATE: Mapping[str, str] = {
     "accelerate.accelerator": "Accelerator.get_state_dict _refuse_recurrent_layers_under_sequence_parallelism",
     "accelerate.checkpointing": "load_accelerator_state save_accelerator_state",
     "accelerate.data_loader": "DataLoaderDispatcher.__iter__ DataLoaderShard.__iter__ skip_first_batches",
+    "accelerate.parallelism_config": "ParallelismConfig._set_size ParallelismConfig._validate_accelerator",
     "accelerate.state": "PartialState._shared_state",
     "accelerate.tracking": "LOGGER_TYPE_TO_CLASS",
     "accelerate.utils.deepspeed": "HfDeepSpeedConfig.__init__",

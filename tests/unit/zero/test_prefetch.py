@@ -35,7 +35,7 @@ class Player:
         return ahead
 
     def give_up(self, name: str) -> None:
-        if not self.schedule.keep(name, sum(self.live.values())):
+        if not self.schedule.keep(name, self.live):
             self.live.pop(name, None)
 
     def play(self, order: list[str] = PASS, kind: str = "train") -> list[list[str]]:
@@ -135,6 +135,24 @@ def test_no_more_than_the_live_limit_is_fetched_ahead_or_kept() -> None:
     assert not any(action.startswith(("KEEP", "PREFETCH")) for action in player.schedule.actions)
 
 
+def test_a_unit_that_is_needed_next_is_kept_beyond_the_limit() -> None:
+    """Three micro-batches pass through a, then three through b, and the root is around each of them."""
+    for next_always, kept in ((True, ["a", "root", "a", "root", "root", "b", "root", "b", "root"]), (False, [])):
+        limits = PrefetchLimits(max_live_parameters=0, prefetch_bucket_size=0, next_always=next_always)
+        schedule, live = PrefetchTrace(SIZES, limits), dict[str, int]()
+        for _ in range(2):
+            schedule.begin("train")
+            for unit in "aaabbb":
+                for name in ("root", unit):
+                    live[name] = SIZES[name]
+                    schedule.need(name, live)
+                for name in (unit, "root"):
+                    if not schedule.keep(name, live):
+                        live.pop(name)
+            schedule.end()
+        assert [action.removeprefix("KEEP ") for action in schedule.actions if action.startswith("KEEP")] == kept
+
+
 def test_a_unit_needed_soon_is_kept() -> None:
     player = _played(max_reuse_distance=35)
     player.play()
@@ -201,6 +219,6 @@ def test_the_limits_hold_for_any_order(order: list[str], budget: int, live: int,
             newest = SIZES[ahead[-1]] if ahead else 0
             assert not ahead or sum(SIZES[unit] for unit in early) - newest < budget
             assert sum(whole.values()) <= live or not ahead
-            if not schedule.keep(name, sum(whole.values())):
+            if not schedule.keep(name, whole):
                 whole.pop(name)
         schedule.end()

@@ -79,7 +79,10 @@ class ParamHandle:
         return self.slot.range & self.buffer.layout.shard(rank)
 
     def require_settled(self, call: str) -> None:
-        """Raises EngineStateError while masters are ahead of the weights: `call` would see old and new values."""
+        """Raises EngineStateError while masters are ahead of the weights: `call` would see old and new values.
+
+        Completes an update that the forward awaits.
+        """
         training = self.registry.training
         if training is not None and training.updates is not None:
             training.updates.require_settled(f"{call} of {self.slot.fqn}")
@@ -202,6 +205,8 @@ class ParamRegistry:
 
     def acquire(self, units: Sequence[ParamUnit]) -> None:
         """Adds a holder to units, which stay unsharded until `release`. (all ranks, same units in the same order)"""
+        if self.training is not None and self.training.updates is not None:
+            self.training.updates.finish(late=False)
         # Counted per unit, because nested `GatheredParameters` may name parameters of one unit, and only the last
         # release reshards.
         for unit in units:

@@ -355,7 +355,7 @@ class TierSet:
         if self.swapper is not None:
             return "residual" if self._keeps_residuals(plan) else "swapped"
         # An update during forward and backward must not change the weights that they use.
-        apart = self._rules.optimizer_section.update_during != "step"
+        apart = self._rules.optimizer_section.update_during == "next_step"
         in_place = isinstance(shard, MemoryShard) and shard.device == device and not apart
         return "aliased" if plan.dtype is torch.float32 and in_place else "separate"
 
@@ -564,7 +564,7 @@ def _check_update_time(optimizer: Optimizer, during: UpdateTime, where: str) -> 
     Raises:
         ConfigError: this optimizer reads hyperparameters and state during the update.
     """
-    if during != "step" and not isinstance(optimizer, ShardStep):
+    if during not in ("auto", "step") and not isinstance(optimizer, ShardStep):
         raise ConfigError(
             f'{where}.update_during "{during}": {type(optimizer).__name__} updates in step() only',
             fix='configure Adam, AdamW, Lion, Adagrad, RMSprop or SGD as "optimizer", or set the key to "step"',
