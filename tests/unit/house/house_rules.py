@@ -60,22 +60,22 @@ ENVIRONMENT_READERS = {
 MAX_CODE_LINES: Mapping[str, int] = {
     "": 1228,
     "accelerate": 4300,
-    "checkpoint": 6355,
+    "checkpoint": 6691,
     "cli": 7304,
     "comm": 3883,
-    "compat": 4055,
+    "compat": 4057,
     "config": 4556,
     "data": 1001,
     "estimate": 2074,
     "offload": 987,
     "ops": 2446,
     "optim": 1331,
-    "parallel": 4600,
+    "parallel": 4614,
     "rollout": 1214,
     "setup": 1481,
     "telemetry": 1489,
     "utils": 60,
-    "zero": 9314,
+    "zero": 9318,
 }
 LOOSE_LINES = 100
 MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 7
