@@ -75,27 +75,28 @@ class Dealing:
         return groups_of(self.share(rank), self.heads, groups)
 
     def tokens(self, source: int, rank: int, run: int) -> list[int]:
-        """Returns which of the tokens of rank `source`, a run of s, rank `rank` has of its heads in a ring."""
-        return [token - source * run for piece in self._pieces(source, rank, run) for token in piece]
+        """Returns which of the tokens of rank `source`, a run of s, rank `rank` has of its heads."""
+        first = source * run
+        return [
+            token - first
+            for piece in self.pieces(rank, run)
+            for token in range(max(piece.start, first), min(piece.stop, first + run))
+        ]
 
     def pieces(self, rank: int, run: int) -> list[range]:
-        """Returns the tokens of a rank in the whole sequence, in pieces of half a run."""
-        return [piece for source in range(self.ranks) for piece in self._pieces(source, rank, run)]
+        """Returns the tokens of a rank in the whole sequence: all, or the pieces of one that shares its heads."""
+        size, length = self.ring_size, self.ranks * run
+        if size == 1:
+            return [range(length)]
+        # Smaller ones between two ranks: each has half of the sequence, besides pieces of the other on their way.
+        split = 2 if size == 2 else 1
+        place, count = rank % size, 2 * size * split
+        numbers = [one * split + part for one in (place, 2 * size - 1 - place) for part in range(split)]
+        return [range(length * number // count, length * (number + 1) // count) for number in numbers]
 
     def all_pieces(self, run: int) -> list[range]:
         """Returns the pieces of all ranks that share heads: the whole sequence."""
         return [piece for rank in range(self.ring_size) for piece in self.pieces(rank, run)]
-
-    def _pieces(self, source: int, rank: int, run: int) -> list[range]:
-        if self.ring_size == 1:
-            return [range(source * run, (source + 1) * run)]
-        ends = source * run, source * run + run // 2, (source + 1) * run
-        halves = enumerate(itertools.pairwise(ends), 2 * source)
-        return [range(*piece) for place, piece in halves if self._part(place) == rank % self.ring_size]
-
-    def _part(self, piece: int) -> int:
-        place = piece % (2 * self.ring_size)
-        return min(place, 2 * self.ring_size - 1 - place)
 
 
 @dataclass(frozen=True)

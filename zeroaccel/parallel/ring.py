@@ -2,9 +2,9 @@
 
 (Liu et al., 2023, arXiv:2310.01889.) `ulysses.py` calls it if there are more ranks than heads; `attention_pattern.py`
 has the masks of blocks. After the exchange of heads, each of v ranks has T = S / v tokens of the shared heads, as
-queries, keys and values: 2 P / v pieces of half a run, in zig-zag order (`dealing.py`). A rank sends each piece of its
-keys and values straight to every rank whose queries attend to any of it, in v - 1 rounds: in round t to the t-th rank
-after it. One piece travels while another is computed, so a rank holds its own pieces and at most two others.
+queries, keys and values: two pieces in zig-zag order (`dealing.py`). A rank sends each piece of its keys and values
+straight to every rank whose queries attend to any of it, in v - 1 rounds: in round t to the t-th rank after it. One
+piece travels while another is computed, so a rank holds its own pieces and at most two others.
 
 **Online softmax.** A block, some queries and a piece of keys, has an output and the logarithm of its sum of
 exponentials (lse). Outputs are averaged with weights exp(lse). Backward needs only the output and the lse of all blocks

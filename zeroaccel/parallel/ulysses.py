@@ -114,6 +114,8 @@ class UlyssesAttention:
         self._positions: Any = WeakIdKeyDictionary()
         for part in model.modules():
             _ATTACHED[part] = self
+            if callable(generate := getattr(part, "generate", None)):
+                vars(part)["generate"] = partial(self._generate, part, generate)
         _replacements(self.implementation).add(self)
         _replace_balancing(model)
         self._layers = SequenceLayers(model, self)
@@ -137,6 +139,7 @@ class UlyssesAttention:
         for part in () if model is None else model.modules():
             if _ATTACHED.get(part) is self:
                 del _ATTACHED[part]
+                vars(part).pop("generate", None)
         _replacements(self.implementation).discard(self)
         if not any(_users()):
             _restore_balancing()
@@ -155,6 +158,17 @@ class UlyssesAttention:
             yield
         finally:
             self._forced = None
+
+    def _generate(self, model: nn.Module, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Refuses to generate from tokens that would be taken for a run of a sequence."""
+        if self.is_on(model):
+            raise UsageError(
+                f"sequence parallelism: {type(model).__name__}.generate",
+                expected="a forward over this rank's run of the tokens",
+                got="a request for tokens after them",
+                fix="generate with a model that was loaded without sp",
+            )
+        return generate(*args, **kwargs)
 
     # -- a forward
 

@@ -314,6 +314,8 @@ def _use_wrongly(engine: Any, what: str) -> None:
     elif what in ("tuples", "cache"):
         name = "past_key_values" if what == "tuples" else what
         engine(batch["input_ids"][:, :8], **{name: ((torch.ones(BATCH, 2, 4, 8),) * 2,)})
+    elif what == "generate":
+        engine.module.eval().generate(batch["input_ids"], max_new_tokens=1, use_cache=False)
     elif what == "uncut":
         engine(**batch)
     elif what == "tensor":
@@ -336,6 +338,7 @@ def _use_wrongly(engine: Any, what: str) -> None:
         ("past_key_values", "forward: past_key_values: expected none, got 'a cache'"),
         ("cache_params", "forward: cache_params: expected none, got 'a cache'"),
         ("cache", "forward: cache: expected none, got 'a cache'"),
+        ("generate", "LlamaForCausalLM.generate: expected a forward over this rank's run of the tokens, got"),
         ("tuples", "forward: past_key_values: expected none, got 'a cache'"),
         (
             "uncut",

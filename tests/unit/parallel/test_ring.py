@@ -218,7 +218,7 @@ def test_blocks_that_no_query_attends_to_are_neither_computed_nor_sent(
                 assert sum(sent) <= token * (2 * visits + returns)
             else:
                 assert sum(sent) == token * (2 * visits + returns)
-                assert len(sent) == (2 * visits + returns) // (case.run // 2)
+                assert len(sent) == (2 * visits + returns) // len(case.dealing.pieces(rank, case.run)[0])
     if case.documents:
         needed = sum(ring_tokens(case.dealing, case.run, case.band, a, b) for a in range(8) for b in range(8))
         assert sum(nbytes for *_, nbytes in messages) < token * 3 * needed / 2
@@ -248,5 +248,5 @@ def test_no_rank_has_the_keys_of_the_whole_sequence(ranks: int, heads: int, monk
     for rank in range(ranks):
         token = 2 * 2 * case.width * len(dealing.share(rank))
         assert alive[rank] == 0
-        assert peak[rank] == 2 * (case.run // 2) * token  # two pieces
+        assert peak[rank] == 2 * len(dealing.pieces(rank, case.run)[0]) * token
         assert case.length // dealing.ring_size + peak[rank] // token < case.length

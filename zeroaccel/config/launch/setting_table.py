@@ -324,6 +324,11 @@ _ROWS = (
         ask=Ask("To which maximum norm are gradients clipped?", "zero open", 1.0, gate="Clip gradients?"),
     ),
     _zero(
+        "peak_tflops", "number",
+        "TFLOPS that a device can do, for the MFU in log lines and trackers. [default: by the device's name]",
+        "peak_tflops", metavar="TFLOPS",
+    ),
+    _zero(
         "frozen_weights", "choice",
         "Quantize a frozen base model under LoRA: int8, nf4, mxfp4, or codes of its checkpoint. [default: none]",
         "zero_optimization.frozen_weights", choices=("int8", "nf4", "mxfp4", "codes"),
