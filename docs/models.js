@@ -14,6 +14,11 @@ document.addEventListener("DOMContentLoaded", () => {
     form.append(label);
     return select;
   });
+  const size = document.createElement("select");
+  size.append(...[...table.tHead.rows[0].cells].slice(3).map((cell) => new Option(cell.textContent)));
+  const memory = document.createElement("label");
+  memory.append("memory of a GPU, for the command ", size);
+  form.append(memory);
   const command = document.createElement("code");
   const line = document.createElement("p");
   line.setAttribute("role", "status");
@@ -31,7 +36,7 @@ document.addEventListener("DOMContentLoaded", () => {
       `zeroaccel estimate ${model} --ranks ${gpus} --batch 1 --sequence 2048 --checkpointing --precision bf16 --optimizer adam` +
       (method === "full" ? "" : " --lora_rank 16") +
       (method === "QLoRA" ? ` --frozen_weights ${codes}` : "") +
-      " --device_memory 80GB --host_memory 512GB --disk 2000GB";
+      ` --device_memory ${size.value.replace(" ", "")} --host_memory 512GB --disk 2000GB`;
   };
   form.addEventListener("change", show);
   show();
