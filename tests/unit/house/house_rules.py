@@ -75,7 +75,7 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "setup": 1481,
     "telemetry": 1489,
     "utils": 60,
-    "zero": 9319,
+    "zero": 9323,
 }
 LOOSE_LINES = 100
 MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 7
