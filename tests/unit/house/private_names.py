@@ -58,7 +58,8 @@ PRIVATE: Mapping[str, str] = {
     "transformers.integrations.mxfp4": "FP4_VALUES _convert_moe_packed_tensors",
     "transformers.masking_utils": "ALL_MASK_ATTENTION_FUNCTIONS",
     "transformers.modeling_utils": "ALL_ATTENTION_FUNCTIONS PreTrainedModel._from_config "
-    "PreTrainedModel._keys_to_ignore_on_load_unexpected PreTrainedModel._tp_plan "
+    "PreTrainedModel._keys_to_ignore_on_load_unexpected PreTrainedModel._keys_to_ignore_on_save "
+    "PreTrainedModel._tp_plan "
     "PreTrainedModel._load_pretrained_model "
     "PreTrainedModel.from_pretrained PreTrainedModel.save_pretrained revert_weight_conversion",
     "transformers.models.mixtral.modeling_mixtral": "eager_attention_forward load_balancing_loss_func",

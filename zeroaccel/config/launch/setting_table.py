@@ -231,7 +231,7 @@ _ROWS = (
     ),
     _size(
         "sp", "processes that share each sequence, also under its other name cp_size.",
-        "How many processes share each sequence (sp, also called cp)?",
+        "How many processes share each sequence (sp, cp)?",
     ),
     _size(
         "pp", "pipeline stages, each on its own processes.", "How many stages does the pipeline have?",
