@@ -51,4 +51,5 @@ def test_losses_of_other_scales(tmp_path: Path) -> None:
         "fp8-ue8m0/qwen3:Qwen3ForCausalLM",
         "fp8-channels/qwen3:Qwen3ForCausalLM",
         "fp8-tensors/qwen3:Qwen3ForCausalLM",
+        "mxfp8/qwen3:Qwen3ForCausalLM",
     )
