@@ -60,22 +60,22 @@ ENVIRONMENT_READERS = {
 MAX_CODE_LINES: Mapping[str, int] = {
     "": 1228,
     "accelerate": 4300,
-    "checkpoint": 6691,
+    "checkpoint": 6715,
     "cli": 7304,
     "comm": 3883,
     "compat": 4057,
     "config": 4556,
     "data": 1001,
-    "estimate": 2074,
-    "offload": 987,
+    "estimate": 2076,
+    "offload": 1009,
     "ops": 2446,
     "optim": 1331,
-    "parallel": 4614,
+    "parallel": 4650,
     "rollout": 1214,
     "setup": 1481,
     "telemetry": 1489,
     "utils": 60,
-    "zero": 9318,
+    "zero": 9323,
 }
 LOOSE_LINES = 100
 MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 7

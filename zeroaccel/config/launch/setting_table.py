@@ -230,8 +230,8 @@ _ROWS = (
         "How many processes share each layer (tensor parallel)?",
     ),
     _size(
-        "sp", "processes that share each sequence (Ulysses sequence parallelism).",
-        "How many processes share each sequence (Ulysses)?",
+        "sp", "processes that share each sequence, also under its other name cp_size.",
+        "How many processes share each sequence (sp, also called cp)?",
     ),
     _size(
         "pp", "pipeline stages, each on its own processes.", "How many stages does the pipeline have?",
