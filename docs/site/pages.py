@@ -62,6 +62,7 @@ _KEYWORDS = {
     "tensor_parallel.md": "TP, tensor parallel",
     "pipeline_parallel.md": "PP, pipeline parallel, 1F1B",
     "qlora.md": "QLoRA, 4-bit, bitsandbytes, NF4, 70B, LoRA",
+    "fp8_mxfp4.md": "FP8, MXFP4, gpt-oss, DeepSeek",
     "offload.md": "offload optimizer to CPU, NVMe, ZeRO-Offload, ZeRO-Infinity, SSD",
     "slow.md": "training is slow, throughput, speed, GPU utilization",
     "activations.md": "gradient checkpointing, recomputation",
