@@ -5,8 +5,8 @@
 Three layers in four carry a gated delta rule, one has attention, as in Qwen3-Next and Qwen3.5. Activations are the
 bytes of all storages that autograd saves in the forward of one sequence, without parameters, on the rank with most.
 Sizes run in turn in every round, one job each; a step's time is the median of a job's steps on the slowest rank, and a
-ratio is the median over rounds. All jobs use the same cores, so a ratio of 1 means that the exchanges cost nothing; on
-N devices the step would take 1/N of it. The bar: 0.30 of one rank's activations on 4 ranks.
+ratio is the median over rounds. Each rank has one thread, so on enough free cores a step would take 1/N of the time if
+the exchanges cost nothing. The bar: 0.30 of one rank's activations on 4 ranks.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def page(rows: list[tuple[int, int, float, float, float, float]], arguments: arg
         "",
         f"`python benchmarks/long_context.py --tokens {arguments.tokens} --sizes {arguments.sizes} --rounds "
         f"{arguments.rounds} --steps {arguments.steps}`: a hybrid of 4 layers in fp32, one sequence, over gloo on one "
-        f"machine with {os.cpu_count()} cores, whose load average was {os.getloadavg()[0]:.1f} at the end. All sizes "
-        "share the cores.",
+        f"machine with {os.cpu_count()} cores, whose load average was {os.getloadavg()[0]:.1f} at the end. Each rank "
+        "has one thread.",
         "",
         "| ranks | activations of a rank, bytes | beside one rank | bytes per token | step beside one rank | loss |",
         "| ---: | ---: | ---: | ---: | ---: | ---: |",

@@ -45,14 +45,14 @@ def launch_memory(settings: LaunchSettings, memory: Path = MEMORY) -> Iterator[d
             got=error.strerror,
             fix="remove files there (df -h and df -i show what is full), or launch without --max_restarts",
         ) from error
-    held = _locked(new)  # its name is one that no other launcher searches
+    lock = _locked(new)  # its name is one that no other launcher searches
     folder = new.rename(memory / new.name[1:])
     try:
         yield {VARIABLE: str(folder)}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        if held is not None:
-            os.close(held)
+        if lock is not None:
+            os.close(lock)
 
 
 def _locked(folder: Path) -> int | None:

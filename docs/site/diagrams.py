@@ -1,4 +1,5 @@
-"""The diagrams of docs/how_it_works.md, drawn from the engine's own plans: `python docs/site/diagrams.py`.
+"""The diagrams of docs/how_it_works.md, drawn from the engine's own plans, and of measured memory on the page about
+long context: `python docs/site/diagrams.py`.
 
 Units come from its wrap policy, shards from its flat layouts, the sharding of each stage from its shard plan, the
 places of tensors from its tier plan, and groups of ranks from its mesh layout. A test compares the files in
@@ -7,6 +8,7 @@ docs/diagrams with the output of this program, so that they match the code.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -210,7 +212,24 @@ def checkpoints() -> str:
     return _svg(parts, left + width + 20, 196, f"Checkpoints: {unit.name}, saved by three ranks, read by two")
 
 
+_RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "long_context.md"
+
+
+def long_context() -> str:
+    """Draws the activations of a rank by the number of ranks that share a sequence, from the measured table."""
+    rows = re.findall(r"^\| (\d+) \| ([\d,]+) \| ([\d.]+) \|", _RESULTS.read_text(encoding="utf-8"), re.MULTILINE)
+    left, wide, parts = 90, 420, []
+    for place, (ranks, nbytes, share) in enumerate(rows):
+        y, length = 14 + 40 * place, wide * float(share)
+        parts.append(_text(left - 12, y + 20, f"{ranks} rank{'s' if ranks != '1' else ''}", "end"))
+        parts.append(_box(left, y, length, 28, COLOURS[0]))
+        megabytes = int(nbytes.replace(",", "")) / 1e6
+        parts.append(_text(left + length + 10, y + 20, f"{megabytes:.0f} MB, {float(share):.2f} x", "small"))
+    return _svg(parts, left + wide + 140, 20 + 40 * len(rows), "Activations of each rank that shares a sequence")
+
+
 DIAGRAMS = {"units": units, "stages": stages, "tiers": tiers, "zeropp": groups, "checkpoints": checkpoints}
+MEASURED = {"long_context": long_context}
 
 
 # -- drawing
@@ -251,7 +270,7 @@ def _key(x: float, y: float, names: Sequence[str]) -> str:
 def write(folder: Path) -> None:
     """Writes all diagrams to a folder."""
     folder.mkdir(exist_ok=True)
-    for name, draw in DIAGRAMS.items():
+    for name, draw in {**DIAGRAMS, **MEASURED}.items():
         (folder / f"{name}.svg").write_text(draw(), encoding="utf-8")
 
 

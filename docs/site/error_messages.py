@@ -80,12 +80,30 @@ def errors_page(root: Path) -> list[str]:
         if isinstance(kind, type) and issubclass(kind, errors.ZeroAccelError) and kind is not errors.ZeroAccelError:
             meaning = (kind.__doc__ or "").strip().splitlines()[0]
             lines.append(f"| `{name}` | {kind.exit_code} | {meaning} |")
+    lines += ["", "## Messages of other programs", "", "| message | usual cause | remedy |", "|---|---|---|"]
+    lines += [f"| `{message}` | {cause} | [{title}](../{page}) |" for message, cause, page, title in FOREIGN]
     for part in dict.fromkeys(_PARTS.values()):
         rows = sorted({(m.where, m.expected, m.fix, m.error) for m in parts[part]})
         lines += ["", f"## {part}", "", "| message | expected | what to do |", "|---|---|---|"]
         lines += [f"| {_cell(where)} | {_cell(expected)} | {_cell(fix)} |" for where, expected, fix, _ in rows]
     return lines
 
+
+FOREIGN = (
+    ("torch.OutOfMemoryError: CUDA out of memory", "the device is full", "does_not_fit.md", "Out of memory"),
+    ("Watchdog caught collective operation timeout", "ranks wait for each other", "hangs.md", "Debugging hangs"),
+    ("Signals.SIGKILL: 9", "often the host's memory is full", "does_not_fit.md", "Out of memory"),
+    ("size mismatch for ... torch.Size([0])", "a shard was saved or loaded as a weight", "parameters.md", "Parameters"),
+    (
+        "CheckpointError: Recomputed values ... have different metadata",
+        "a weight was sharded when recomputed",
+        "activations.md",
+        "Activation checkpointing",
+    ),
+    ("NCCL error: unhandled system error", "the network or the devices", "doctor.md", "Machine check"),
+    ("Address already in use", "another job has the port", "launch.md", "Launching"),
+)
+"""(message of another program, its usual cause, the page with its remedy, title)."""
 
 _INTRODUCTION = (
     "A message of zeroaccel reads `where: expected X, got Y; what to do`. This page lists all messages of the code,",

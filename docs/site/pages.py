@@ -37,6 +37,41 @@ FROM_TREE = {
     "CHANGELOG.md": "changelog.md",
 }
 """Page of the tree -> page of the site; results of benchmarks keep their paths."""
+_KEYWORDS = {
+    "index.md": "quickstart, multi-GPU, Trainer",
+    "install.md": "pip, CUDA 12, CUDA 13, CPU only, ROCm, versions",
+    "does_not_fit.md": "OOM, CUDA out of memory, OutOfMemoryError, GPU memory",
+    "estimate.md": "how much memory do I need, VRAM, GPU memory",
+    "models.md": "how much memory do I need, which GPU, VRAM, 70B, 24 GB, 80 GB",
+    "resume.md": "resume on another number of ranks, other world size, more GPUs, fewer GPUs, elastic",
+    "checkpoints.md": "resume on another number of ranks, save_checkpoint, load_checkpoint",
+    "consolidate.md": "zero_to_fp32, convert checkpoint to safetensors, merge weights, fp32 state dict",
+    "hand_over.md": "convert checkpoint to safetensors, export, vLLM, llama.cpp, GGUF, merge LoRA",
+    "training.md": "gradient accumulation stage, micro-batch, precision, learning rate schedule, clipping",
+    "launch.md": "multi-GPU, GPUs, torchrun, deepspeed launcher, accelerate launch",
+    "several_machines.md": "multi-node, nodes, hostfile, ssh",
+    "clusters.md": "SLURM, sbatch, Kubernetes",
+    "hangs.md": "NCCL timeout, NCCL watchdog, deadlock, stuck, hang",
+    "config.md": "DeepSpeed config, ds_config.json, auto",
+    "configure.md": "accelerate config, zeroaccel.yaml, wizard",
+    "coming_from.md": "DeepSpeed config, accelerate config, FSDP, DDP, migrate",
+    "huggingface.md": "Trainer, transformers, PEFT, TRL, SFT, DPO",
+    "rollout.md": "GRPO, vLLM, RLHF, reinforcement learning, rollout engine",
+    "sequence_parallel.md": "long context, context parallel, Ulysses, ring attention, million tokens",
+    "mixture_of_experts.md": "mixture of experts, MoE, expert parallel",
+    "tensor_parallel.md": "TP, tensor parallel",
+    "pipeline_parallel.md": "PP, pipeline parallel, 1F1B",
+    "qlora.md": "QLoRA, 4-bit, bitsandbytes, NF4, 70B, LoRA",
+    "fp8_mxfp4.md": "FP8, MXFP4, gpt-oss, DeepSeek",
+    "offload.md": "offload optimizer to CPU, NVMe, ZeRO-Offload, ZeRO-Infinity, SSD",
+    "slow.md": "training is slow, throughput, speed, GPU utilization",
+    "activations.md": "gradient checkpointing, recomputation",
+    "tracking.md": "tensorboard, wandb, MFU, tokens per second",
+    "faq.md": "gradient accumulation stage, questions",
+}
+"""Page -> words that people search for; a match of these counts more than any other."""
+_RANKS = {"benchmarks/": 0.02, "changelog.md": 0.02, "contributing.md": 0.1, "design.md": 0.2, "reference/": 0.2}
+"""Start of a page's place -> its weight in search results, 1 for a guide."""
 _CELL = re.compile(r"<td.*?</td>", re.DOTALL)
 _WRAPS = re.compile(r"(_|[A-Za-z)\"'][./,=])(?=\w)(?![^<>]*>)")  # but not inside a tag
 _PICTURE = re.compile(r'<picture>\s*<source [^>]*srcset="([^"]+)">\s*<img alt="([^"]+)" src="([^"]+)">\s*</picture>')
@@ -66,8 +101,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Points links out of docs/ to the pages of the site; replaces links to other files by their names."""
+    """Sets the place of a page among search results, and points links out of docs/ to the pages of the site."""
     place = page.file.src_uri
+    weight = next((weight for start, weight in _RANKS.items() if place.startswith(start)), 1)
+    page.meta |= {"search": {"boost": weight}} | ({"tags": _KEYWORDS[place].split(", ")} if place in _KEYWORDS else {})
     if place in FROM_TREE.values() or not place.startswith(("reference/", "benchmarks/")):
         return _relinked(markdown, posixpath.join("docs", place), place)
     return markdown

@@ -96,11 +96,9 @@ LOCKS: dict[str, int] = {
     "stage 2, update during the next step": 1,
     "stage 3, both on the host, update during the next step": 1,
     "stage 2, half of each update on the device during the next step": 1,
-    # The buffers of files have a budget of a few slabs; where sizes differ, one is freed for the next.
-    "stage 2, states in files": 2,
-    "stage 2, states in files, update during the next step": 5,
-    "stage 3, both in files": 2,
-    "stage 3, parameters in files, one buffer": 6,
+    "stage 2, states in files, update during the next step": 1,
+    # One buffer is less than a unit and the next one need, so that some exceed the budget.
+    "stage 3, parameters in files, one buffer": 2,
 }
 
 

@@ -9,10 +9,13 @@ import shutil
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
+import yaml
 
+from tests.e2e.browser_pages import browser, missing
 from tests.support.environment import ROOT
 from tests.support.job import run_command
 from zeroaccel import errors
@@ -108,12 +111,64 @@ def test_errors_can_be_looked_up_by_their_words(site: Path) -> None:
     assert "create the optimizer from the same model object" in page  # the remedy
     assert "the machines differ in {fact}" in page  # values known only at run time are names in braces
     assert page.count("<tr>") > 500
+    assert 'CUDA out of memory</code></td>\n<td>the device is full</td>\n<td><a href="../does_not_fit.html">' in page
 
 
 def test_each_parameter_of_the_reference_has_a_line(site: Path) -> None:
     page = _text(site / "reference" / "api.html")
     assert "torch_tp_plugin, megatron_lm_plugin" not in page
     assert page.count("<code>megatron_lm_plugin</code>") == 1
+
+
+SEARCHES = {
+    "OOM": "does_not_fit",
+    "CUDA out of memory": "does_not_fit",
+    "resume other number of ranks": "resume checkpoints",
+    "resume on more GPUs": "resume checkpoints",
+    "zero_to_fp32": "consolidate",
+    "gradient accumulation stage": "training faq",
+    "multi-GPU": "launch index",
+    "QLoRA 70B": "qlora models",
+    "NCCL timeout": "hangs",
+    "DeepSpeed config": "config coming_from",
+    "accelerate config": "configure coming_from",
+    "Trainer": "huggingface index",
+    "GRPO vLLM": "rollout",
+    "long context": "sequence_parallel",
+    "mixture of experts": "mixture_of_experts",
+    "SLURM": "clusters",
+    "offload optimizer to CPU": "offload",
+    "how much memory do I need": "estimate models",
+    "training is slow": "slow",
+    "convert checkpoint to safetensors": "consolidate hand_over",
+}
+"""Words in the search of the site -> the pages that answer them; one of these is the first or second result."""
+
+
+def test_results_and_the_changelog_come_last_in_searches(site: Path) -> None:
+    entries = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    places = {entry["location"].partition("#")[0]: entry for entry in reversed(entries)}
+    assert all(entry.get("boost", 1) < 0.1 for place, entry in places.items() if place.startswith("benchmarks/"))
+    assert places["changelog.html"]["boost"] < 0.1
+    for question, answers in SEARCHES.items():
+        found = [places[f"{answer}.html"] for answer in answers.split()]
+        assert all(entry["boost"] == 1 for entry in found), question
+        words = [" ".join([entry["title"], *entry.get("tags", ())]).lower() for entry in found]
+        assert any(question.lower().split()[0] in text for text in words), question
+
+
+def test_the_menu_has_the_groups_of_the_readme() -> None:
+    rows = re.findall(r"^\| (\w[\w ]+) \| (\[.*) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    in_readme = {group: re.findall(r"\]\((?:docs/)?([\w]+)\.md\)", links) for group, links in rows}
+    menu = re.sub(r"!!\S+", "", (ROOT / ".mkdocs.yml").read_text())
+    groups = {group: pages for entry in yaml.safe_load(menu)["nav"] for group, pages in entry.items()}
+    in_menu = {
+        group: [Path(place).stem for page in pages for place in page.values()]
+        for group, pages in groups.items()
+        if group != "Reference"
+    }
+    in_menu["Start"].remove("index")
+    assert {group: [page.lower() for page in pages] for group, pages in in_readme.items()} == in_menu
 
 
 _CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -149,6 +204,45 @@ def test_search_works_from_a_folder(site: Path) -> None:
     found = _dom(f"{(site / 'index.html').as_uri()}?q=mics_shard_size")
     assert re.search(r">\d+ matching documents", found)
     assert f'href="{(site / "zeropp.html").as_uri()}" class="md-search-result__link"' in found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_the_search_answers_questions(site: Path) -> None:
+    wrong = {}
+    with browser() as launched:
+        shown = launched.new_page()
+        shown.goto((site / "index.html").as_uri())
+        for question, answers in SEARCHES.items():
+            found = _searched(shown, question)
+            if not set(answers.split()) & set(found[:2]):
+                wrong[question] = found
+    assert wrong == {}
+
+
+def _searched(shown: Any, question: str) -> list[str]:
+    """Returns the pages that the search of a page finds, best first."""
+    shown.fill(".md-search__input", "")
+    shown.wait_for_timeout(200)
+    shown.fill(".md-search__input", question)
+    shown.dispatch_event(".md-search__input", "keyup")
+    shown.wait_for_timeout(1000)
+    links = ".md-search-result__item > a.md-search-result__link"
+    return [Path(urlsplit(link).path).stem for link in shown.eval_on_selector_all(links, "all => all.map(a => a.href)")]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.parametrize("width", [390, 768, 1280])
+def test_no_page_is_wider_than_its_screen(site: Path, width: int) -> None:
+    with browser() as launched:
+        shown = launched.new_page(viewport={"width": width, "height": 900})
+        wide = []
+        for path in sorted(site.glob("*.html")):
+            shown.goto(path.as_uri())
+            if shown.evaluate("document.documentElement.scrollWidth") > width:
+                wide.append(path.name)
+    assert wide == []
 
 
 @pytest.mark.skipif(_CHROMIUM is None, reason="no Chromium is installed")

@@ -83,8 +83,9 @@ class ZeroPlugin:
             (`checkpoint.peer.interval`), from which a run resumes after it has lost a rank. "auto" measures an
             interval; False disables these states. [off]
         settings: the other settings of ZeRO with a key in the config, by their names in `zeroaccel launch`:
-            `frozen_weights`, `zero_hpz_partition_size`, `zero_quantized_weights`, `zero_quantized_gradients`; and
-            `train_micro_batch_size_per_gpu`, samples per rank and micro-step, if no loader is prepared.
+            `peak_tflops`, `frozen_weights`, `zero_hpz_partition_size`, `zero_quantized_weights`,
+            `zero_quantized_gradients`; and `train_micro_batch_size_per_gpu`, samples per rank and micro-step, if no
+            loader is prepared.
 
     Attributes:
         deepspeed_config: the config as a plain dict; it may be changed until `prepare`, and keeps its "auto" values.

@@ -96,7 +96,10 @@ def as_in_files(source: Source, path: Path, *, allow_differences: bool = False) 
     values = {part.weight.name: part.tensor() for part in parts}
     named = {**values, **{alias: values[name] for alias, name in source.ties.items()}}
     pairs = [(renamed(model, alias), renamed(model, name)) for alias, name in source.ties.items()]
-    found = {files.own_name(name, model): value for name, value in reverted(model, named).items()}
+    unsaved = set(getattr(model, "_keys_to_ignore_on_save", None) or ()) - files.shapes.keys()
+    found = {
+        files.own_name(name, model): value for name, value in reverted(model, named).items() if name not in unsaved
+    }
     tied = [{files.own_name(name, model) for name in pair} for pair in pairs]
     for names in tied:  # the names that the files have; all files of one model agree on one at least
         for name in (names - files.shapes.keys()) if names & files.shapes.keys() else ():

@@ -30,6 +30,8 @@ from zeroaccel.checkpoint.tensor_store import TensorStore
 from zeroaccel.errors import UsageError
 from zeroaccel.logs import logger
 
+_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "fp32": "fp32", "fp16": "fp16", "bf16": "bf16"}
+
 
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | os.PathLike[str],
@@ -65,9 +67,27 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     Args:
         max_shard_size: size limit of a file; larger weights become several files and an index. None for one file.
     """
+    return convert_zero_checkpoint_to_state_dict(
+        checkpoint_dir, output_dir, "float32", max_shard_size, safe_serialization, tag, exclude_frozen_parameters
+    )
+
+
+def convert_zero_checkpoint_to_state_dict(
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    dtype: Any = torch.float32,
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> list[Path]:
+    """Like `convert_zero_checkpoint_to_fp32_state_dict`, in a dtype: a torch dtype or its name."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise UsageError("convert_zero_checkpoint_to_state_dict(dtype)", expected=f"one of {[*_DTYPES]}", got=name)
     limit = "1000TB" if max_shard_size is None else max_shard_size
     return consolidate.convert_zero_checkpoint_to_fp32_state_dict(
-        checkpoint_dir, output_dir, limit, safe_serialization, tag, exclude_frozen_parameters
+        checkpoint_dir, output_dir, limit, safe_serialization, tag, exclude_frozen_parameters, dtype=_DTYPES[name]
     )
 
 
@@ -167,7 +187,17 @@ def _unwrapped(value: Any) -> Any:
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the script: `python -m deepspeed.utils.zero_to_fp32 CHECKPOINTS OUTPUT`."""
-    parser = argparse.ArgumentParser(prog="zero_to_fp32")
+    _convert(argparse.ArgumentParser(prog="zero_to_fp32"), arguments)
+
+
+def to_torch(arguments: list[str] | None = None) -> None:
+    """Runs the script: `python -m deepspeed.utils.zero_to_torch CHECKPOINTS OUTPUT --dtype bfloat16`."""
+    parser = argparse.ArgumentParser(prog="zero_to_torch")
+    parser.add_argument("--dtype", choices=[*_DTYPES], required=True, help="dtype of floating-point tensors")
+    _convert(parser, arguments)
+
+
+def _convert(parser: argparse.ArgumentParser, arguments: list[str] | None) -> None:
     parser.add_argument("checkpoint_dir", help="folder that contains the file `latest`")
     parser.add_argument("output_dir", help="folder for the weights")
     parser.add_argument("--max_shard_size", default="5GB", help="of one file")
@@ -177,7 +207,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("-d", "--debug", action="store_true", help="has no effect")
     options: dict[str, Any] = vars(parser.parse_args(arguments))
     options.pop("debug")
-    convert_zero_checkpoint_to_fp32_state_dict(**options)
+    convert_zero_checkpoint_to_state_dict(**options)
 
 
 def universal_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -29,7 +29,7 @@ _POSITION, _SOURCE, _BEGIN, _SKIP = (f"_zeroaccel_{name}" for name in ("position
 
 
 @dataclass
-class _Position:
+class _LoaderEpoch:
     """An epoch under way: its number, its first random state, and how many batches the loop got, if not all."""
 
     epoch: int
@@ -51,7 +51,7 @@ def follow(original: Callable[..., Any]) -> Callable[..., Any]:
             yield from sys.modules["accelerate.data_loader"].skip_first_batches(loader, skip)
             return
         begin = vars(source).pop(_BEGIN, None)
-        position = _Position(loader.iteration, _state(loader) if begin is None else begin, skipped)
+        position = _LoaderEpoch(loader.iteration, _state(loader) if begin is None else begin, skipped)
         vars(source)[_POSITION] = position
         batches = original(loader)
         if begin is not None and _generator(loader) is None:
@@ -128,7 +128,7 @@ def _file(folder: Any, rank: int) -> Path:
 def _note(loader: Any) -> dict[str, Any]:
     position = vars(loader).get(_POSITION)
     if position is None or position.ended:
-        position = _Position(getattr(loader, "iteration", 0) + (position is not None), _state(loader))
+        position = _LoaderEpoch(getattr(loader, "iteration", 0) + (position is not None), _state(loader))
     seed = getattr(_sampler(loader), "initial_seed", None)
     return {**vars(position), "ranks": _ranks(), "seed": seed}
 

@@ -89,8 +89,8 @@ _COMM = (
 _LR_SCHEDULES = _same(_SCHEDULES, "LRRangeTest OneCycle VALID_LR_SCHEDULES WarmupCosineLR WarmupDecayLR WarmupLR")
 _CONVERSION = _same(
     _CHECKPOINTS,
-    "convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint "
-    "load_state_dict_from_zero_checkpoint",
+    "convert_zero_checkpoint_to_fp32_state_dict convert_zero_checkpoint_to_state_dict "
+    "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint",
 )
 _LOGGING = {
     **_same(_CALLS, "log_dist log_dist_once set_log_level_from_string"),
@@ -114,6 +114,8 @@ _OFFLOAD = {
 _PROFILES = {"FlopsProfiler": f"{_PROFILER}:OperationProfiler"} | _same(
     _PROFILER, "duration_to_string flops_to_string get_model_profile macs_to_string number_to_string params_to_string"
 )
+
+_ELASTICITY = _same("zeroaccel.compat.elastic_batch", "compute_elastic_config")
 
 SURFACE: Mapping[str, Mapping[str, str]] = {
     PACKAGE: {
@@ -146,6 +148,8 @@ SURFACE: Mapping[str, Mapping[str, str]] = {
     "deepspeed.comm.comm": _COMM,
     "deepspeed.compression": {},
     "deepspeed.compression.helper": _same(_CALLS, "recursive_getattr recursive_setattr"),
+    "deepspeed.elasticity": _ELASTICITY,
+    "deepspeed.elasticity.elasticity": _ELASTICITY,
     "deepspeed.env_report": {"main": "zeroaccel.cli.compat:report"},
     "deepspeed.launcher": {},
     "deepspeed.launcher.runner": {
@@ -227,6 +231,7 @@ SURFACE: Mapping[str, Mapping[str, str]] = {
         **_CONVERSION,
         **_same(_CHECKPOINTS, "get_model_state_file get_optim_files main"),
     },
+    "deepspeed.utils.zero_to_torch": {"main": f"{_CHECKPOINTS}:to_torch"},
     "deepspeed.zero": _INIT,
 }
 
@@ -236,6 +241,7 @@ SCRIPTS = frozenset(
         "deepspeed.env_report",
         "deepspeed.launcher.runner",
         "deepspeed.utils.zero_to_fp32",
+        "deepspeed.utils.zero_to_torch",
     }
 )
 """Modules that `python -m` can run; it calls their `main`."""
@@ -266,7 +272,6 @@ ABSENT: Mapping[str, str] = {
     "deepspeed.comm.torch": "use torch.distributed directly",
     "deepspeed.compile": "engine.compile(backend=...) applies torch.compile to the model",
     "deepspeed.compression": "compression of a trained model is not part of zeroaccel; torch.ao quantizes and prunes",
-    "deepspeed.elasticity": "any number of ranks can resume from a checkpoint directly",
     "deepspeed.inference": _INFERENCE,
     "deepspeed.init_inference": _INFERENCE,
     "deepspeed.linear": "PEFT's adapters over a frozen base model train unchanged",

@@ -36,7 +36,7 @@ from zeroaccel.zero.access.coded_weights import CODES, as_codes
 from zeroaccel.zero.access.deferred_init import ModuleShards, ShardTarget, note_places
 from zeroaccel.zero.access.lazy_tensors import LazyTensor, Loaded, Stored
 from zeroaccel.zero.access.load_safetensors import SafetensorsFolder, load_buffer, load_module
-from zeroaccel.zero.access.safetensors_file import tensor_locations
+from zeroaccel.zero.access.safetensors_file import dtype_name, tensor_locations
 from zeroaccel.zero.from_config import DTYPES
 
 _CONVERSIONS = "transformers.core_model_loading"
@@ -74,7 +74,7 @@ def load(
         original: the replaced method.
     """
     if state_dict is None and load_config.hf_quantizer is None:
-        _refuse_codes(checkpoint_files or ())
+        _refuse_codes(model, checkpoint_files or ())
     if state_dict is not None or not _is_for_ranges(checkpoint_files, load_config):
         return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
     return _load(model, [Path(file) for file in checkpoint_files], load_config), None
@@ -142,17 +142,20 @@ def _dequantizes(quantization: Any) -> bool:
     return _method(quantization) in _DEQUANTIZED and getattr(quantization, "dequantize", False) is True
 
 
-def _refuse_codes(files: Sequence[str]) -> None:
-    """Raises UsageError for 8-bit floats in files of a model without a quantization config: a cast would be wrong."""
+def _refuse_codes(model: Any, files: Sequence[str]) -> None:
+    """Raises UsageError for weights in 8 bits in files of a model without a quantization config: no cast fits them."""
+    floats = {name for name, each in model.state_dict().items() if each.is_floating_point() and each.element_size() > 1}
     codes = []
-    for file in map(Path, files):
-        if file.suffix == ".safetensors" and file.is_file():
-            with suppress(ValueError, KeyError, TypeError, AttributeError, OSError):  # transformers reports these
-                places = tensor_locations(file)
-                codes += [f"{name}: {place.dtype}" for name, place in places if place.dtype.startswith("F8_")]
+    for file in filter(Path.is_file, map(Path, files)):
+        with suppress(ValueError, KeyError, TypeError, AttributeError, OSError):  # transformers reports these
+            if file.suffix == ".safetensors":
+                dtypes = [(name, place.dtype) for name, place in tensor_locations(file)]
+            else:
+                dtypes = [(n, dtype_name(v.dtype)) for n, v in _mapped(file).items()] if _has_ranges(str(file)) else []
+            codes += [f"{n}: {d}" for n, d in dtypes if d.startswith("F8_") or (d in ("I8", "U8") and n in floats)]
     if codes:
         raise UsageError(
-            f"from_pretrained: {Path(files[0]).parent} has weights in 8-bit floats: {listed(codes, '; ')}",
+            f"from_pretrained: {Path(files[0]).parent} has weights in 8 bits: {listed(codes, '; ')}",
             expected="a config.json whose quantization_config says which scales belong to them",
             fix="load a checkpoint in 16 bits or more, or the config.json that belongs to these files",
         )
@@ -217,16 +220,16 @@ class _Targets:
             record.mismatched_keys.add((name, value.shape, target.shape))
             self.num_mismatches += 1
             return
-        if quantizer is None:
-            self._check_codes(name, target, value)
+        self._check_codes(name, target, value, is_known=quantizer is not None)
         target._is_hf_initialized = True  # transformers' initialization leaves it alone
         if own in module._buffers:
             self.buffers[module, own] = value
         else:
             self.parameters.setdefault(module, {})[own] = value
 
-    def _check_codes(self, name: str, target: Tensor, value: Tensor) -> None:
-        nodes = value.nodes() if isinstance(value, LazyTensor) else ()
+    def _check_codes(self, name: str, target: Tensor, value: Tensor, *, is_known: bool) -> None:
+        # A quantizer's own functions read codes; a weight whose scale is missing passes them as it is.
+        nodes = value.nodes() if isinstance(value, LazyTensor) and not is_known else ()
         dtypes = {each.dtype for each in nodes if isinstance(each, (Stored, Loaded))} or {value.dtype}
         for dtype in dtypes - {target.dtype, torch.bool}:
             if target.is_floating_point() and 1 in (dtype.itemsize, target.dtype.itemsize):

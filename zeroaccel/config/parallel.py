@@ -359,8 +359,9 @@ def with_config_axes(tree: Mapping[str, Any], parallel: ParallelConfig | None) -
     """Combines the mesh of an argument with the sizes in a config.
 
     Args:
-        tree: tree of the config, as written: `sequence_parallel_size`, `expert_parallel.autoep_size`, and
-            `tensor_parallel.autotp_size` with its older forms. `load_config` reports mistakes in it.
+        tree: tree of the config, as written: `sequence_parallel_size` and its other names,
+            `expert_parallel.autoep_size`, and `tensor_parallel.autotp_size` with its older forms. `load_config` reports
+            mistakes in it.
 
     Raises:
         UsageError: the sizes differ, or the config has its own keys for splitting or running layers, or for routing
@@ -371,8 +372,9 @@ def with_config_axes(tree: Mapping[str, Any], parallel: ParallelConfig | None) -
         ParallelConfig(pp=1, dp_replicate=1, dp_shard=-1, sp=1, tp=2, tp_plan='auto')
     """
     layers = _autotp_size(tree)
-    if (sequence := _ranks(tree.get("sequence_parallel_size"))) > 1:
-        parallel = _with_axis(parallel, "sp", sequence, "sequence_parallel_size")
+    for key in ("sequence_parallel_size", "sp_size", "cp_size"):
+        if (sequence := _ranks(tree.get(key))) > 1:
+            parallel = _with_axis(parallel, "sp", sequence, key)
     if (experts := _autoep_size(tree)) > 1:
         parallel = _with_axis(parallel, "ep", experts, "expert_parallel.autoep_size")
     if layers > 1:

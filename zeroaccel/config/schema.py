@@ -550,7 +550,7 @@ class Config(ConfigSection):
     """Order of the ranks in expert parallelism."""
     log_level: LogLevel | None = None
     """Level of zeroaccel's logger; by default unchanged."""
-    sequence_parallel_size: PositiveCount = 1
+    sequence_parallel_size: Annotated[PositiveCount, AlsoSpelled("sp_size"), AlsoSpelled("cp_size")] = 1
     """Number of ranks that share one sequence."""
     data_parallel_size: PositiveCount | None = None
     """Number of ranks with different samples; must equal the actual number."""

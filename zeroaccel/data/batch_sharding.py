@@ -96,7 +96,7 @@ def balanced_items(items: Iterable[T], rules: ShardingRules, tokens: Callable[[T
     Example:
         >>> rules = ShardingRules(world_size=2, batch_size=2)
         >>> list(balanced_items([1, 9, 2, 8, 3, 7, 5], rules, tokens=lambda item: item))
-        [9, 2, 8, 3, 1, 7, 5]
+        [9, 1, 8, 2, 3, 7, 5]
     """
     full = rules.world_size * (rules.part or 1)
     for number, group in enumerate(_groups(items, BALANCED_ROUNDS * full)):

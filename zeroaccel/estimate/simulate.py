@@ -33,6 +33,7 @@ from zeroaccel.estimate.mesh_parts import PHASES, micro_steps, part_of, splits_o
 from zeroaccel.estimate.shapes_only import META, SHAPES, WithoutValues, fused_attention
 from zeroaccel.estimate.subject import Subject
 from zeroaccel.estimate.workload import LIBRARY_CODES, MemoryByKind, Workload
+from zeroaccel.parallel.sequence_layers import shapes_of_scans
 from zeroaccel.setup.axis_estimate import Schedule
 from zeroaccel.setup.build import build
 from zeroaccel.setup.job import JobSpec
@@ -206,13 +207,14 @@ def _run_two_steps(
         collectives = FakeRanks(workload.shard_ranks, how.sent, receives_in_host_memory=how.on_cpu, experts=workload.ep)
         engine = _engine(model, workload, stage, collectives, META, how)
         tracker.follow(buffer.full for unit in engine.units for buffer in unit.buffers)
-        # The first step records the prefetch trace, and leaves receive buffers in the pool.
-        _run_step(engine, schedule, recorder, how.sent)
-        engine.note_fixed()
-        recorder.begin(engine)
-        how.sent.begin()
-        tracker.begin(recorder.record)
-        _run_step(engine, schedule, recorder, how.sent)
+        with shapes_of_scans(model):
+            # The first step records the prefetch trace, and leaves receive buffers in the pool.
+            _run_step(engine, schedule, recorder, how.sent)
+            engine.note_fixed()
+            recorder.begin(engine)
+            how.sent.begin()
+            tracker.begin(recorder.record)
+            _run_step(engine, schedule, recorder, how.sent)
         moments, operations = recorder.moments, recorder.operations
         recorder.engine = None
         buffers = [buffer for unit in engine.units for buffer in unit.buffers]

@@ -66,6 +66,8 @@ class HostBuffers:
     Args:
         budget_nbytes: maximum number of bytes in use at a time.
         pinned: see `aligned_bytes`.
+        ahead_nbytes: bytes to allocate now and to cut buffers from. In a step the host would wait for page-locking. If
+            no gap between the buffers in use is large enough, there is no room.
 
     Attributes:
         in_use_nbytes: bytes acquired and not released.
@@ -81,12 +83,13 @@ class HostBuffers:
         True
     """
 
-    def __init__(self, budget_nbytes: int, *, pinned: bool = False) -> None:
+    def __init__(self, budget_nbytes: int, *, pinned: bool = False, ahead_nbytes: int = 0) -> None:
         self.budget_nbytes = budget_nbytes
         self.in_use_nbytes = self.peak_nbytes = 0
         self._pinned = pinned
-        self._in_use: dict[int, Tensor] = {}
+        self._in_use: dict[tuple[int, int], Tensor] = {}
         self._free: list[Tensor] = []
+        self._ahead = aligned_bytes(ahead_nbytes, pinned=pinned) if ahead_nbytes else None
         self._lock = threading.Lock()
 
     def acquire(self, nbytes: int) -> Tensor | None:
@@ -96,9 +99,10 @@ class HostBuffers:
         """
         # With nothing in use, no release could make more room.
         with self._lock:
-            if self._in_use and self.in_use_nbytes + aligned_nbytes(nbytes) > self.budget_nbytes:
-                return None
-            return self._allocate(nbytes)
+            size = aligned_nbytes(nbytes)
+            lacks_gap = self._ahead is not None and self._gap(size) is None
+            needed = (self._allocated_nbytes() if lacks_gap else self.in_use_nbytes) + size
+            return None if self._in_use and needed > self.budget_nbytes else self._allocate(nbytes)
 
     def acquire_over_budget(self, nbytes: int) -> Tensor:
         """Acquires a buffer beyond the budget: for a thread that would otherwise wait for its own buffers."""
@@ -108,28 +112,49 @@ class HostBuffers:
     def release(self, buffer: Tensor) -> None:
         """Takes a buffer back; `buffer` is any view of it."""
         with self._lock:
-            base = self._in_use.pop(_storage_id(buffer))
+            base = self._in_use.pop(self._key(buffer))
             self.in_use_nbytes -= base.numel()
-            self._free.append(base)
-            self._trim(self.budget_nbytes)
+            if self._ahead is None or _storage_id(base) != _storage_id(self._ahead):
+                self._free.append(base)
+                self._trim(self.budget_nbytes)
 
     def owns(self, tensor: Tensor) -> bool:
         """True if `tensor` is a view of a buffer of this pool that is in use."""
-        return _storage_id(tensor) in self._in_use
+        return self._key(tensor) in self._in_use
 
     def clear(self) -> None:
-        """Frees the buffers that are not in use."""
+        """Frees the buffers that are not in use, and the memory allocated ahead with the last buffer in it."""
         with self._lock:
             self._free.clear()
+            self._ahead = None
+
+    def _key(self, buffer: Tensor) -> tuple[int, int]:
+        """Returns the storage and the place in it of the buffer with this view; of no buffer if none is in use."""
+        storage, place = _storage_id(buffer), buffer.storage_offset() * buffer.itemsize
+        found = ((own, begin) for (own, begin), base in self._in_use.items() if begin <= place < begin + base.numel())
+        return next((key for key in found if key[0] == storage), (storage, -1))
+
+    def _gap(self, size: int) -> Tensor | None:
+        """Returns the first `size` bytes in the memory allocated ahead that are not in use; None without such."""
+        if self._ahead is None:
+            return None
+        storage, begin = _storage_id(self._ahead), 0
+        for own, place in sorted(self._in_use):
+            if own == storage:
+                if place - begin >= size:
+                    break
+                begin = place + self._in_use[own, place].numel()
+        return self._ahead[begin : begin + size] if begin + size <= self._ahead.numel() else None
 
     def _allocate(self, nbytes: int) -> Tensor:
         size = max(aligned_nbytes(nbytes), ALIGN_NBYTES)
         # A much larger free buffer is not reused: all of its size would count in the budget.
-        if (base := _taken(self._free, size)) is None:
+        base = self._gap(size)
+        if base is None and (base := _taken(self._free, size)) is None:
             # Trimmed before the allocation, to limit the peak.
             self._trim(self.budget_nbytes - size)
             base = aligned_bytes(size, pinned=self._pinned)
-        self._in_use[_storage_id(base)] = base
+        self._in_use[_storage_id(base), int(base.storage_offset())] = base
         self.in_use_nbytes += base.numel()
         self.peak_nbytes = max(self.peak_nbytes, self._allocated_nbytes())
         return base[:nbytes]
@@ -140,7 +165,10 @@ class HostBuffers:
             self._free.pop(0)
 
     def _allocated_nbytes(self) -> int:
-        return self.in_use_nbytes + sum(free.numel() for free in self._free)
+        ahead = 0 if self._ahead is None else self._ahead.numel()
+        storage = None if self._ahead is None else _storage_id(self._ahead)
+        in_use = sum(base.numel() for (own, _), base in self._in_use.items() if own != storage)
+        return ahead + in_use + sum(free.numel() for free in self._free)
 
 
 def _taken(free: list[Tensor], size: int) -> Tensor | None:

@@ -173,6 +173,8 @@ class Muon(NativeOptimizer):
         b = momentum b + (1 - momentum) g          u = momentum b + (1 - momentum) g with nesterov, else b
         x = x (1 - lr weight_decay) - lr sqrt(max(1, rows / columns)) orthogonalized(u)
 
+    A muon group with ``"heads": N`` orthogonalizes the rows of each of N attention heads by themselves, as N matrices.
+
     Its state is `momentum_buffer`. An AdamW group computes the same as `torch.optim.AdamW(foreach=False)`.
 
     Example:
@@ -257,9 +259,8 @@ class Muon(NativeOptimizer):
             for step in batch:
                 self._momentum_buffer(step.param)
             columns = _columns(batch, self.state, "momentum_buffer")
-            one = batch[0].param
-            shape = one.shape if one.dim() <= 3 else one.flatten(1).shape
-            updates = one.new_empty((len(batch), *shape), dtype=_dtype_of(method))
+            shape = _shape_of_matrices(batch[0].param.shape, group)
+            updates = batch[0].param.new_empty((len(batch), *shape), dtype=_dtype_of(method))
             kernels.update_many(
                 "muon_momentum",
                 {"b": columns["0"], "g": columns["g"], "u": updates.unbind()},
@@ -323,7 +324,7 @@ class Muon(NativeOptimizer):
         buffer, grad_weight, lr = self._momentum_buffer(param), 1 - group["momentum"], float(group["lr"])
         buffer.mul_(group["momentum"]).add_(grad * grad_weight)
         update = buffer * group["momentum"] + grad * grad_weight if group["nesterov"] else buffer
-        matrices = update if update.dim() <= 3 else update.flatten(1)
+        matrices = update.reshape(_shape_of_matrices(update.shape, group))
         direction = orthogonalized(matrices, group["ns_steps"], group["ns_method"])
         rate = lr * _stretch(matrices.shape)
         param.mul_(1 - lr * group["weight_decay"]).sub_((direction * rate).view(param.shape))
@@ -346,6 +347,13 @@ class Muon(NativeOptimizer):
             eps=group["eps"],
             maximize=False,
         )
+
+
+def _shape_of_matrices(shape: torch.Size, group: Hyperparameters) -> tuple[int, ...]:
+    heads = group.get("heads", 1)
+    if heads > 1:
+        return heads, shape[0] // heads, shape[1]
+    return tuple(shape) if len(shape) <= 3 else (shape[0], math.prod(shape[1:]))
 
 
 def orthogonalized(matrices: Tensor, steps: int = 5, method: str = "standard") -> Tensor:

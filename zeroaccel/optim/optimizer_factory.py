@@ -32,6 +32,7 @@ MUON_SETTINGS = (
     "betas",
     "eps",
     "weight_decay",
+    "per_head_muon",
 )
 """The keys of `optimizer.params` for Muon."""
 
@@ -44,7 +45,8 @@ def muon_groups(params: Iterable[Any], settings: Mapping[str, Any], model: nn.Mo
     Muon takes parameters whose attribute `use_muon` is true. Without the attribute it takes parameters with two or more
     dimensions, except embeddings and heads: parameters of `nn.Embedding`, of the module that a Hugging Face model's
     `get_output_embeddings()` returns, and those with "embed" or "lm_head" in their names. A group with a "use_muon"
-    entry is not split. The lr is the group's own, else `muon_lr` or `adam_lr`, else `lr`.
+    entry is not split. With `per_head_muon`, projections of attention get groups by their number of heads. The lr is
+    the group's own, else `muon_lr` or `adam_lr`, else `lr`.
 
     Raises:
         ConfigError: a parameter has no attribute and belongs to no known model, or a flag is not a boolean.
@@ -68,8 +70,17 @@ def muon_groups(params: Iterable[Any], settings: Mapping[str, Any], model: nn.Mo
             if not half:
                 continue
             lr = settings.get("muon_lr" if use_muon else "adam_lr")
-            split.append({**({} if lr is None else {"lr": lr}), **group, "params": half, "use_muon": use_muon})
+            own = {**({} if lr is None else {"lr": lr}), **group, "use_muon": use_muon}
+            by_heads = rule.by_heads(half) if use_muon and settings.get("per_head_muon") else {1: half}
+            split += [{**own, **({"heads": n} if n > 1 else {}), "params": part} for n, part in by_heads.items()]
     counts = {flag: sum(len(group["params"]) for group in split if group["use_muon"] is flag) for flag in (True, False)}
+    if settings.get("per_head_muon") and not any("heads" in group for group in split):
+        raise ConfigError(
+            "optimizer.params.per_head_muon",
+            expected="a model of transformers whose attention has projections of heads, such as q_proj",
+            got="none among Muon's parameters",
+            fix="remove the key, or pass param groups with use_muon and heads",
+        )
     logger.info("Muon steps %d parameters, and its AdamW %d", counts[True], counts[False])
     return split
 
@@ -80,6 +91,8 @@ class _MuonRule:
     def __init__(self, model: nn.Module | None) -> None:
         self._names: dict[int, str] = {}
         self._embeddings: set[int] = set()
+        config: Any = getattr(model, "config", None)
+        self._config = config.get_text_config() if hasattr(config, "get_text_config") else config
         if model is None:
             return
         self._names = {id(param): fqn for fqn, param in model.named_parameters(remove_duplicate=True)}
@@ -91,6 +104,17 @@ class _MuonRule:
             if callable(find) and isinstance(head := find(), nn.Module):
                 ends.append(head)
         self._embeddings = {id(param) for module in ends for param in module.parameters()}
+
+    def by_heads(self, params: Iterable[Tensor]) -> dict[int, list[Tensor]]:
+        """Returns number of heads -> parameters; 1 for those that are no projections of attention."""
+        found: dict[int, list[Tensor]] = {}
+        for param in params:
+            leaf = ".".join(self._names.get(id(param), "").split(".")[-2:-1])
+            count, width = _heads_of(leaf, self._config) or (1, 1)
+            rows = param.shape[0]  # of a rank, where ranks share the heads
+            fits = param.dim() == 2 and rows % width == 0 and count * width % rows == 0
+            found.setdefault(rows // width if fits and width > 1 else 1, []).append(param)
+        return found
 
     def is_for_muon(self, param: Tensor) -> bool:
         name = self._names.get(id(param))
@@ -110,6 +134,25 @@ class _MuonRule:
         return (
             param.dim() >= 2 and id(param) not in self._embeddings and not any(word in name.lower() for word in _NAMES)
         )
+
+
+def _heads_of(leaf: str, config: Any) -> tuple[int, int] | None:
+    """Returns the number of heads, and of rows per head, that a projection of this name has in the whole model."""
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        return None
+    size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
+    of_keys = getattr(config, "num_key_value_heads", None) or heads
+    plain, rotary, of_values = (getattr(config, f"{key}_head_dim", 0) for key in ("qk_nope", "qk_rope", "v"))
+    if leaf in ("q_proj", "query", "wq", "q_b_proj"):
+        count, rows = heads, plain + rotary if plain else size
+    elif leaf in ("k_proj", "v_proj", "key", "value", "wk", "wv"):
+        count, rows = of_keys, size
+    elif leaf == "kv_b_proj":
+        count, rows = heads, plain + of_values
+    else:
+        return None
+    return (count, rows) if rows else None
 
 
 _TORCH = {
@@ -186,7 +229,7 @@ def build_optimizer(
     if name == "muon":
         _check(kind, settings, MUON_SETTINGS)
         groups = muon_groups(_materialized(params), settings, model)
-        settings = {key: value for key, value in settings.items() if key not in {"muon_lr", "adam_lr"}}
+        settings = {key: value for key, value in settings.items() if key not in {"muon_lr", "adam_lr", "per_head_muon"}}
         return _built(kind, Muon, groups, settings)
     if name in _OWN:
         build, signature, extra = _OWN[name]

@@ -552,7 +552,7 @@ def _scalar(loss: Any, where: str) -> Tensor:
 class _OtherBlock(nn.Module):
     """Stands in for a block of another stage: passes its input on; receives and sends at the ends of this stage."""
 
-    def __init__(self, block: nn.Module, carry: Carry, position: int, *, in_tuple: bool) -> None:
+    def __init__(self, block: nn.Module, carry: Carry, position: int, *, in_tuple: int) -> None:
         super().__init__()
         for name, value in vars(block).items():  # the model's forward may read the kind of a block
             if not name.startswith("_") and (value is None or isinstance(value, (str, int, float))):
@@ -565,7 +565,7 @@ class _OtherBlock(nn.Module):
             hidden = self._carry.received
         if self._position == self._carry.end:
             self._carry.sent = hidden
-        return (hidden,) if self._in_tuple else hidden
+        return (hidden, *[None] * (self._in_tuple - 1)) if self._in_tuple else hidden
 
 
 class _NoInput(nn.Module):
@@ -637,6 +637,7 @@ class _Trace:
         inputs, outputs: hidden states of each block.
         calls: module with parameters outside the blocks -> places of its calls: "before", "after" or "between" them.
         shapes: such a module -> (shape of its input, shape of its output).
+        in_tuple: length of the tuples that blocks return; 0 if they return a tensor.
         result: the model's logits.
     """
 
@@ -645,7 +646,7 @@ class _Trace:
     order: list[int] = field(default_factory=list)
     calls: dict[str, set[str]] = field(default_factory=dict)
     shapes: dict[str, tuple[torch.Size, torch.Size]] = field(default_factory=dict)
-    in_tuple: bool = False
+    in_tuple: int = 0
     result: Tensor | None = None
 
 
@@ -714,7 +715,7 @@ class _BlockCut:
         result = output[0] if isinstance(output, tuple) else output
         if not isinstance(hidden, Tensor) or not isinstance(result, Tensor):
             raise _cannot(self.model, f"{self.path}.{index}, which takes and returns no hidden states")
-        trace.in_tuple = isinstance(output, tuple)
+        trace.in_tuple = len(output) if isinstance(output, tuple) else 0
         trace.order.append(index)
         trace.inputs.append(hidden)
         trace.outputs.append(result)

@@ -25,6 +25,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, Protocol
@@ -361,26 +362,74 @@ class _Running(threading.local):
 
 _RUNNING = _Running()
 _USERS: list[SequenceLayers] = []
-_REPLACED: list[tuple[dict[str, Any], str, Callable[..., Any]]] = []
+_REPLACED: list[_Replaced] = []
+
+
+@dataclass
+class _Replaced:
+    namespace: dict[str, Any]
+    name: str
+    original: Callable[..., Any]
 
 
 def _replace(namespace: dict[str, Any], name: str) -> None:
-    original = namespace[name]
-    if any(where is namespace and known == name for where, known, _ in _REPLACED):
+    if any(known.namespace is namespace and known.name == name for known in _REPLACED):
         return
+    replaced = _Replaced(namespace, name, namespace[name])
 
-    @functools.wraps(original)
+    @functools.wraps(replaced.original)
     def operation(*args: Any, **kwargs: Any) -> Any:
         layers, module = _RUNNING.stack[-1] if _RUNNING.stack else (None, None)
         if layers is None or module is None or not layers._owner.is_on(module):
-            return original(*args, **kwargs)
-        return layers.call(name, original, *args, **kwargs)
+            return replaced.original(*args, **kwargs)
+        return layers.call(name, replaced.original, *args, **kwargs)
 
-    _REPLACED.append((namespace, name, original))
+    _REPLACED.append(replaced)
     namespace[name] = operation
 
 
 def _restore() -> None:
     while _REPLACED:
-        namespace, name, original = _REPLACED.pop()
-        namespace[name] = original
+        replaced = _REPLACED.pop()
+        replaced.namespace[replaced.name] = replaced.original
+
+
+@contextmanager
+def shapes_of_scans(model: nn.Module) -> Iterator[None]:
+    """Makes scans compute results without values, inside a block: at once, where torch's code has a loop over chunks.
+
+    Backward has the inputs and the output, as with kernels.
+    """
+    found = [place for module in model.modules() for place in _operations(type(module))[0] if place[1] in _ALONG]
+    with ExitStack() as stack:
+        for namespace, name in {(id(namespace), name): (namespace, name) for namespace, name in found}.values():
+            place = next((one for one in _REPLACED if one.namespace is namespace and one.name == name), None)
+            scan = functools.partial(_scan_shape, _ALONG[name])
+            if place is None:
+                stack.callback(namespace.__setitem__, name, namespace[name])
+                namespace[name] = scan
+            else:
+                stack.callback(setattr, place, "original", place.original)
+                place.original = scan
+        yield
+
+
+def _scan_shape(operation: _Along, *args: Any, **kwargs: Any) -> Any:
+    arguments = dict(zip(operation.arguments, args, strict=False)) | kwargs
+    tensors = [one for one in arguments.values() if isinstance(one, Tensor)]
+    out: Tensor = _Scan.apply(arguments[operation.whole], *tensors)  # type: ignore[no-untyped-call]
+    return (out, None) if _answers_pairs(operation, kwargs) else out
+
+
+class _Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, *tensors: Tensor) -> Tensor:
+        out = torch.empty_like(whole)
+        ctx.save_for_backward(out, *tensors)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        _, *tensors = ctx.saved_tensors
+        needed = ctx.needs_input_grad[1:]
+        return (None, *(torch.empty_like(one) if need else None for one, need in zip(tensors, needed, strict=True)))

@@ -285,6 +285,8 @@ class StepReport:
         if timeline.active is not None:
             timeline.active.end_backward()
             self._traced[phase] = timeline.active.mark()
+        if self.throughput is not None:
+            self.throughput.enter()
         for clock in self._clocks:
             clock.begin(phase)
 
@@ -298,6 +300,8 @@ class StepReport:
             timeline.active.end_backward()
             if phase in self._traced:
                 timeline.active.add("phase", phase, self._traced.pop(phase))
+        if self.throughput is not None:
+            self.throughput.leave()
 
     def forward(self, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
         """Counts the tokens of a forward that trains."""

@@ -233,8 +233,8 @@ class Rates:
 class Throughput:
     """Counts the inputs of training forwards, and joins the counts of the ranks.
 
-    1. `count` before each forward. 2. `start` after the first step, which has the costs of the start. 3. `take` after
-    any later step. (all ranks)
+    1. `count` before each forward, and `enter` and `leave` around each call of the engine. 2. `start` after the first
+    step, which has the costs of the start. 3. `take` after any later step. (all ranks)
 
     Args:
         work: FLOPs of a token on this rank.
@@ -250,6 +250,7 @@ class Throughput:
     ) -> None:
         self._work, self._peak, self._gather = work, peak, gather
         self._since: float | None = None
+        self._left: float | None = None  # the time of the engine's last return to the script
         self._forget()
 
     def start(self) -> None:
@@ -257,9 +258,19 @@ class Throughput:
         self._forget()
         self._since = time.perf_counter()
 
+    def enter(self) -> None:
+        """Marks a call of the engine; the time since the last one was the script's."""
+        if self._left is not None:
+            self._outside += time.perf_counter() - self._left
+            self._left = None
+
+    def leave(self) -> None:
+        """Marks the end of a call of the engine."""
+        self._left = time.perf_counter()
+
     def _forget(self) -> None:
         self._positions = self._unmasked = 0
-        self._flops = 0.0
+        self._flops = self._outside = 0.0
         self._real: Tensor | None = None  # tokens under masks, on the device
         self._waited = data_wait.seconds
 
@@ -287,7 +298,8 @@ class Throughput:
         seconds = max(time.perf_counter() - self._since, 1e-9)
         real = self._unmasked + (0 if self._real is None else int(self._real))
         waited = (data_wait.seconds - self._waited) / seconds
-        ranks = self._gather((float(real), float(self._positions), self._flops, waited))
+        script = max(0.0, self._outside / seconds - waited)
+        ranks = self._gather((float(real), float(self._positions), self._flops, waited, script))
         self.start()
         tokens, positions, flops = (sum(rank[index] for rank in ranks) for index in range(3))
         tflops = flops / len(ranks) / seconds / 1e12 if flops else None
@@ -297,35 +309,41 @@ class Throughput:
             tflops=tflops,
             mfu=tflops / self._peak if tflops is not None and self._peak else None,
             data_wait=max(rank[3] for rank in ranks),
-            slowest=slowest_rank([rank[1] for rank in ranks], [rank[3] for rank in ranks]),
+            slowest=slowest_rank(*([rank[index] for rank in ranks] for index in (1, 3, 4))),
         )
 
 
-def slowest_rank(positions: Sequence[float], waited: Sequence[float]) -> str:
+def slowest_rank(positions: Sequence[float], waited: Sequence[float], script: Sequence[float]) -> str:
     """Names a rank that the others wait for, with the reason; "" if none stands out.
 
     Args:
         positions: number of tokens of each rank, padding included.
         waited: share of the time that each rank waited for data.
+        script: share of the time that each rank spent between calls of the engine, without waiting for data.
 
     Example:
-        >>> slowest_rank([100, 100, 250], [0.0, 0.0, 0.0])
+        >>> slowest_rank([100, 100, 250], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0])
         'slowest rank 2: 1.67x the mean tokens'
-        >>> slowest_rank([100, 100], [0.4, 0.02])
+        >>> slowest_rank([100, 100], [0.4, 0.02], [0.0, 0.0])
         'slowest rank 0: waits 40 % of the time for data, the others 2 %'
-        >>> slowest_rank([100, 100], [0.01, 0.0])
+        >>> slowest_rank([100, 100], [0.01, 0.0], [0.02, 0.3])
+        'slowest rank 1: spends 30 % of the time between calls of the engine, the others 2 %'
+        >>> slowest_rank([100, 100], [0.01, 0.0], [0.0, 0.02])
         ''
     """
-    late = max(range(len(waited)), key=waited.__getitem__)
-    others = max((share for rank, share in enumerate(waited) if rank != late), default=None)
-    if others is not None and waited[late] - others > 0.05:
-        shares = f"waits {100 * waited[late]:.0f} % of the time for data, the others {100 * others:.0f} %"
-        return f"slowest rank {late}: {shares}"
+    for shares, words in ((waited, "waits {} % of the time for data"), (script, _BETWEEN_CALLS)):
+        late = max(range(len(shares)), key=shares.__getitem__)
+        others = max((share for rank, share in enumerate(shares) if rank != late), default=None)
+        if others is not None and shares[late] - others > 0.05:
+            return f"slowest rank {late}: {words.format(round(100 * shares[late]))}, the others {100 * others:.0f} %"
     mean = sum(positions) / len(positions)
     most = max(range(len(positions)), key=positions.__getitem__)
     if mean and positions[most] > 1.2 * mean:
         return f"slowest rank {most}: {positions[most] / mean:.2f}x the mean tokens"
     return ""
+
+
+_BETWEEN_CALLS = "spends {} % of the time between calls of the engine"
 
 
 def _tokens_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:

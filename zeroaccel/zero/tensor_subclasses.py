@@ -194,14 +194,17 @@ def inner_tensors(wrapper: Any, prefix: str = "") -> Iterator[tuple[str, Any, st
 
 
 def rewrapped(wrapper: Any, tensors: Mapping[str, Tensor], prefix: str = "") -> Tensor:
-    """Returns another wrapper with the same class and metadata, over tensors by their names in `inner_tensors`."""
+    """Returns another wrapper with the same class and metadata, over tensors by their names in `inner_tensors`.
+
+    A class that decodes the codes of files, which its model does not describe, becomes a plain tensor with the values.
+    """
     names, facts = wrapper.__tensor_flatten__()
     inner = {
         name: rewrapped(own, tensors, f"{prefix}{name}.") if is_wrapper(own) else tensors[f"{prefix}{name}"]
         for name, own in ((name, getattr(wrapper, name)) for name in names)
     }
-    result: Tensor = type(wrapper).__tensor_unflatten__(inner, facts, wrapper.shape, wrapper.stride())
-    return result
+    result: Any = type(wrapper).__tensor_unflatten__(inner, facts, wrapper.shape, wrapper.stride())
+    return result.decoded_values() if hasattr(result, "decoded_values") else result  # type: ignore[no-any-return]
 
 
 def carriers(param: nn.Parameter) -> tuple[nn.Parameter, ...]:

@@ -8,15 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.multi.checkpoint.deepspeed_runs import MAKE, Resumed, resume_deepspeed
 from tests.support.environment import ROOT
 from tests.support.pool import Ranks
+from tests.support.scripts import load_script
 from tests.support.training import plain_step
 from zeroaccel.checkpoint.formats.deepspeed_checkpoint import open_deepspeed_checkpoint
 from zeroaccel.checkpoint.formats.deepspeed_resume import manifest_of
+from zeroaccel.checkpoint.save_plan import SavePlan
 from zeroaccel.checkpoint.tensor_store import TorchStore
+from zeroaccel.compat.deepspeed_engine import initialize
+from zeroaccel.compat.deepspeed_pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
 DATA = ROOT / "tests" / "data" / "deepspeed"
 GROUPS = (
@@ -101,3 +105,42 @@ def test_auto_takes_the_newest_complete_one_of_any_format(ranks: Ranks, tmp_path
     (found,) = ranks(1).run(resume_deepspeed, root, 1, "fp32", False, "auto")
     assert found.global_steps == 3
     assert found.losses == pytest.approx(plain_losses(), rel=1e-6)
+
+
+def _resume_pipeline(root: Path, stages: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Loads a checkpoint of DeepSpeed's pipeline, trains a step, and returns weights and first moments before it."""
+    make = load_script("tests/data/deepspeed/parallel/make.py")
+    layers = [LayerSpec(nn.Linear, 4, 6), LayerSpec(make.Block), LayerSpec(make.Block), LayerSpec(nn.Linear, 6, 4)]
+    if "tied" in root.name:
+        layers = [TiedLayerSpec("ends", make.Ends), *layers, TiedLayerSpec("ends", make.Ends)]
+    model = PipelineModule(layers, num_stages=stages, loss_fn=nn.functional.mse_loss, partition_method="uniform")
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": 1},
+    }
+    engine, *_ = initialize(model=model, config=config)
+    _, client_state = engine.load_checkpoint(str(root))
+    assert client_state == {"epoch": 3}
+    assert engine.global_steps == 2
+    state = engine.consolidated_state_dict() or {}
+    entries = SavePlan.collect(engine.checkpointer.state()).entries
+    moments = {entry.key: entry.data.clone() for entry in entries if entry.key.startswith("state/exp_avg/")}
+    engine.train_batch(iter([(torch.ones(2, 4), torch.ones(2, 4))] * 2))
+    engine.destroy()
+    return state, moments
+
+
+@pytest.mark.parametrize(("case", "world_size"), [("pipe_stage1", 1), ("pipe_stage1_tied", 2)])
+def test_a_pipeline_continues(case: str, world_size: int, ranks: Ranks, tmp_path: Path) -> None:
+    with tarfile.open(DATA / "parallel" / f"{case}.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    truth = torch.load(tmp_path / case / "truth.pt")
+    found = ranks(world_size).run(_resume_pipeline, tmp_path / case, world_size)
+    weights = {key.removeprefix("module/"): value for key, value in truth.items() if key.startswith("module/")}
+    assert {name for name, value in weights.items() if not torch.equal(found[0][0][name], value)} == set()
+    moments = {key: value for key, value in truth.items() if key.startswith("state/")}
+    for key, value in moments.items():
+        shards = [part[key].flatten() for _, part in found if key in part]
+        assert torch.equal(torch.cat(shards), value.flatten()), key

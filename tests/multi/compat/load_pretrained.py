@@ -103,8 +103,8 @@ def quantize(folder: Path, how: str) -> None:
     """Replaces matrices in a folder's files by codes and scales: random ones for MXFP4."""
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": how.partition("-")[0]}
-    if how.startswith("fp8"):
-        block = [8, 8] if how in ("fp8-blocks", "fp8-ue8m0") else None
+    if how.startswith(("fp8", "mxfp8")):
+        block = {"fp8-blocks": [8, 8], "fp8-ue8m0": [8, 8], "mxfp8": [1, 32]}.get(how)
         config["quantization_config"] |= {"weight_block_size": block, "activation_scheme": "dynamic"}
     (folder / "config.json").write_text(json.dumps(config))
     for file in folder.glob("*.safetensors"):
@@ -117,10 +117,11 @@ def quantize(folder: Path, how: str) -> None:
                 tensors[f"{name}_scales"] = torch.randint(110, 130, shape[:3], dtype=torch.uint8)
             elif how != "mxfp4" and name.endswith("proj.weight"):
                 rows, columns = tensors[name].shape
-                grid = {"fp8-channels": (rows, 1), "fp8-tensors": (1, 1)}.get(how, (rows // 8, columns // 8))
+                lines = {"fp8-channels": (rows, 1), "fp8-tensors": (1, 1), "mxfp8": (rows, columns // 32)}
+                grid = lines.get(how, (rows // 8, columns // 8))
                 tensors[name] = (tensors[name].float() * 100).to(torch.float8_e4m3fn)
                 scales = torch.rand(grid) / 100
-                if how == "fp8-ue8m0":
+                if how in ("fp8-ue8m0", "mxfp8"):
                     scales = torch.randint(115, 125, grid, dtype=torch.uint8)
                 tensors[f"{name}_scale_inv"] = scales
         save_file(tensors, file, {"format": "pt"})

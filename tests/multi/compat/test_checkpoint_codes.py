@@ -31,6 +31,19 @@ def test_losses_are_those_of_the_decoded_model_at_every_stage(tmp_path: Path) ->
     _trained(tmp_path, "fp8-blocks/qwen3_moe:Qwen3MoeForCausalLM", "mxfp4/gpt_oss:GptOssForCausalLM")
 
 
+def test_saves_resumes_tiers_and_reads_of_codes(tmp_path: Path) -> None:
+    result = run_job(2, SCRIPT, [tmp_path, "life/fp8-channels/qwen3:Qwen3ForCausalLM"], timeout=150)
+    assert result.returncode == 0, result.stderr
+    row = next(json.loads(line) for line in result.stdout.splitlines() if line.startswith("{"))
+    assert row["decoded"] == []
+    assert row["gathered"]
+    assert row["before"]
+    assert row["resumed"] == row["more"] != row["first"]
+    assert row["cpu"] == row["nvme"] == row["first"]
+    assert "q_proj.base_layer.weight.codes: expected no read of its values while it is sharded" in row["outside"]
+    assert 'load the model without "frozen_weights": "codes"' in row["write"]
+
+
 @pytest.mark.slow
 def test_losses_of_other_scales(tmp_path: Path) -> None:
     _trained(
@@ -38,4 +51,5 @@ def test_losses_of_other_scales(tmp_path: Path) -> None:
         "fp8-ue8m0/qwen3:Qwen3ForCausalLM",
         "fp8-channels/qwen3:Qwen3ForCausalLM",
         "fp8-tensors/qwen3:Qwen3ForCausalLM",
+        "mxfp8/qwen3:Qwen3ForCausalLM",
     )

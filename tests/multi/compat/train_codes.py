@@ -1,16 +1,17 @@
 """Ranks that train adapters on a frozen base in the codes of its checkpoint, beside transformers on one process.
 
-    train_codes.py FOLDER FORMAT/KIND:CLASS ...
+    train_codes.py FOLDER [life/]FORMAT/KIND:CLASS ...
 
 Rank 0 prints one JSON line per class: the losses of the decoded model on one process and of each stage, and the bytes
-of codes on all ranks by bytes in the files.
+of codes on all ranks by bytes in the files; with `life/`, what saves, resumes, tiers and reads yield at stage 3.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers.integrations import HfDeepSpeedConfig
 
+from zeroaccel.errors import ZeroAccelError
 from zeroaccel.zero.access.coded_weights import CodedWeight
 from zeroaccel.zero.access.param_registry import handle_of
 
@@ -112,12 +114,60 @@ def shard_numel(weight: CodedWeight) -> int:
     )
 
 
+def said(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except ZeroAccelError as error:
+        return str(error)
+    return ""
+
+
+def life(name: str, folder: Path) -> dict[str, Any]:
+    """Saves, resumes, offloads and reads codes at stage 3."""
+    row: dict[str, Any] = {"name": f"life/{name}"}
+    config, values = config_of(3), adapted(name, folder).state_dict()
+    with engine_of(name, folder, config) as engine:
+        row["first"] = train(engine)
+        weights = coded(engine)
+        key, weight = next(iter(weights.items()))
+        engine.save_checkpoint(str(folder / "run"))
+        state = engine._consolidated_16bit_state_dict() or {}
+        first = not torch.distributed.get_rank()  # others have names and shapes
+        row["decoded"] = [key for key in weights if first and not torch.equal(state[key], values[key].float())]
+        with deepspeed.zero.GatheredParameters([weight]):
+            row["gathered"] = torch.equal(weight.float(), values[key].float())
+        row["outside"], row["write"] = said(weight.sum), said(lambda: weight.data.add_(1))
+        row["more"] = train(engine)
+    with engine_of(name, folder, config) as engine:
+        engine.load_checkpoint(str(folder / "run"))
+        row["resumed"] = train(engine)
+    for tier in ("cpu", "nvme"):
+        place = {"device": tier, "nvme_path": str(folder / "tier")}
+        with engine_of(name, folder, config_of(3, offload_param=place)) as engine:
+            row[tier] = train(engine)
+    known = HfDeepSpeedConfig(config)
+    model = adapted(name, folder)  # before there is an engine, a read gathers the codes
+    weight = next(each for each in model.parameters() if isinstance(each, CodedWeight))
+    row["before"] = torch.equal(weight.float(), values[key].float()) and torch.equal(
+        copy.deepcopy(weight) * 1, weight * 1
+    )
+    del known
+    return row
+
+
 def main() -> None:
     """Trains the classes of the command line."""
     deepspeed.init_distributed("gloo")
-    for name in sys.argv[2:]:
+    for case in sys.argv[2:]:
+        name = case.removeprefix("life/")
         folder = Path(sys.argv[1]) / name.replace(":", "-").replace("/", "-")
-        row: dict[str, Any] = {"name": name, "not built": source(name, folder), "plain": on_one_process(name, folder)}
+        reason = source(name, folder)
+        if case != name:
+            row = life(name, folder)
+            if not torch.distributed.get_rank():
+                print(json.dumps(row), flush=True)
+            continue
+        row = {"name": name, "not built": reason, "plain": on_one_process(name, folder)}
         for stage in (0, 2, 3):
             with engine_of(name, folder, config_of(stage)) as engine:
                 row[f"stage {stage}"] = train(engine)

@@ -25,7 +25,7 @@ SGD = {"type": "SGD", "params": {"lr": 1.0}}
 
 def _batch(what: str) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(7)
-    ids = torch.randint(3, VOCAB, (BATCH, LENGTH), generator=generator)
+    ids = torch.randint(3, VOCAB, (BATCH, 36 if what == "for three ranks" else LENGTH), generator=generator)
     labels = ids.clone()
     labels[:, :5] = -100
     batch = {"input_ids": ids, "labels": labels}
@@ -113,6 +113,15 @@ def _compare(
         assert own_norm == pytest.approx(norm, rel=1e-6)
         for name, grad in grads.items():
             assert torch.allclose(own[name], grad, rtol=1e-5, atol=1e-5), name
+
+
+_ON_THREE = ("qwen3_next", "qwen3_5", "mamba2", "bamba", "jamba", "lfm2", "rwkv", "recurrent_gemma")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", _ON_THREE)
+def test_heads_and_channels_need_not_divide(ranks: Ranks, family: str) -> None:
+    _compare(ranks, "family", (family,), "for three ranks", 3, 3, {})
 
 
 REFUSED = {

@@ -23,7 +23,13 @@ zoo = pytest.importorskip("tests.multi.zero.zoo")
 # Merged experts, fused projections, prefixes, tied weights, encoders and decoders, buffers.
 QUICK = ["mixtral:MixtralForCausalLM", "t5:T5ForConditionalGeneration", "llava:LlavaForConditionalGeneration"]
 SLOW = [
-    *("llama:LlamaForCausalLM", "gpt2:GPT2LMHeadModel", "gpt_neox:GPTNeoXForCausalLM", "opt:OPTForCausalLM"),
+    *(
+        "marian:MarianMTModel",
+        "llama:LlamaForCausalLM",
+        "gpt2:GPT2LMHeadModel",
+        "gpt_neox:GPTNeoXForCausalLM",
+        "opt:OPTForCausalLM",
+    ),
     *(
         "bart:BartForConditionalGeneration",
         "mbart:MBartForConditionalGeneration",

@@ -40,6 +40,7 @@ from zeroaccel.compat.deepspeed_config import (
     ZeroStageEnum,
 )
 from zeroaccel.compat.device_accelerator import DeviceFacts, get_accelerator, set_accelerator
+from zeroaccel.compat.elastic_batch import compute_elastic_config
 from zeroaccel.compat.flops_profiler import OperationProfiler, duration_to_string, get_model_profile, params_to_string
 from zeroaccel.compat.stubs import (
     check_expert_marks,
@@ -353,6 +354,12 @@ def test_modules_run_as_scripts(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     weights = torch.load(tmp_path / "whole" / "pytorch_model.bin", weights_only=True)
     assert torch.equal(weights["weight"], model.weight)
+    done = run_command(
+        [*program, "deepspeed.utils.zero_to_torch", "saved", "half", "--dtype", "bfloat16"], cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    weights = torch.load(tmp_path / "half" / "pytorch_model.bin", weights_only=True)
+    assert torch.equal(weights["weight"], model.weight.bfloat16())
     arguments = ("--input_folder", "saved/global_step0", "--output_folder", "saved/universal")
     done = run_command([*program, "deepspeed.checkpoint.ds_to_universal", *arguments], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -400,3 +407,32 @@ def test_a_param_group_marked_as_experts_is_noted(caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.INFO, logger="zeroaccel"):
         note_expert_groups(torch.optim.SGD(groups, lr=0.1))
     assert "param group: moe has no effect" in caplog.text
+
+
+# -- batch sizes for many numbers of ranks: the results of DeepSpeed 0.19.6
+
+
+@pytest.mark.parametrize(
+    ("section", "ranks", "expected"),
+    [
+        ({"max_train_batch_size": 10000, "micro_batch_sizes": [8, 12, 16, 17], "version": 0.1}, 48, (8640, 12)),
+        ({"max_train_batch_size": 100, "micro_batch_sizes": [2, 4], "version": 0.1}, 12, (96, 4)),
+        ({"max_train_batch_size": 100, "micro_batch_sizes": [3, 5], "num_gpus_per_node": 2}, 4, (72, 3)),
+        ({"max_train_batch_size": 118, "micro_batch_sizes": [4], "min_gpus": 8}, 7, (112, 4)),
+    ],
+)
+def test_a_batch_size_suits_many_numbers_of_ranks(section: dict[str, Any], ranks: int, expected: Any) -> None:
+    config = {"elasticity": {"enabled": True, **section}}
+    batch, counts, micro = compute_elastic_config(config, "0.18.0", ranks)
+    assert (batch, micro) == expected
+    assert ranks in counts
+    assert batch % (micro * ranks) == 0
+    assert compute_elastic_config(config | {"elasticity": {**config["elasticity"], "version": 0.1}}, "0.18.0")[0] > 0
+
+
+def test_a_number_of_ranks_that_the_batch_does_not_suit_is_named() -> None:
+    section = {"enabled": True, "max_train_batch_size": 100, "micro_batch_sizes": [2, 4], "version": 0.1}
+    with pytest.raises(AssertionError, match="which share the batch of 96, got '7 ranks'"):
+        compute_elastic_config({"elasticity": section}, "0.18.0", 7)
+    with pytest.raises(ConfigError, match='"micro_batch_sizes" of at most this size'):
+        compute_elastic_config({"elasticity": {"enabled": True}}, "0.18.0")

@@ -26,7 +26,7 @@ from zeroaccel.errors import ConfigError
 FULL = LaunchedSettings(
     **json.loads("""
     {"use_zero": true, "mixed_precision": "bf16", "zero_stage": 3, "gradient_accumulation_steps": 5,
-    "gradient_clipping": 0.5, "offload_optimizer_device": "nvme", "offload_param_device": "cpu",
+    "peak_tflops": 989.0, "gradient_clipping": 0.5, "offload_optimizer_device": "nvme", "offload_param_device": "cpu",
     "offload_optimizer_nvme_path": "/fast", "offload_param_nvme_path": "/faster", "zero3_init_flag": false,
     "zero3_save_16bit_model": true, "deepspeed_config_file": "ds.json",
     "deepspeed_moe_layer_cls_names": "MixtralSparseMoeBlock,Other", "zero_hpz_partition_size": 4,

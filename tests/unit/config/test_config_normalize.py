@@ -208,6 +208,16 @@ def test_a_mesh_in_quotes_divides_the_ranks() -> None:
     assert (mesh.sp, mesh.tp) == (2, 4)
 
 
+@pytest.mark.parametrize("key", ["cp_size", "sp_size"])
+def test_ranks_that_share_sequences_have_other_names(key: str) -> None:
+    assert load_config({key: 2}).sequence_parallel_size == 2
+    mesh = with_config_axes({key: 2}, None)
+    assert mesh is not None
+    assert mesh.sp == 2
+    with pytest.raises(ConfigError, match=f"{key}.*sequence_parallel_size|sequence_parallel_size.*{key}"):
+        load_config({key: 2, "sequence_parallel_size": 4})
+
+
 @pytest.mark.parametrize(
     ("tree", "path", "meant"),
     [

@@ -76,6 +76,7 @@ CASES: list[tuple[str, Facts, Any, str]] = [
     (f"{Z}zero_quantized_weights", Facts(quantized_weights=_said(True)), True, "code"),
     (f"{Z}zero_quantized_gradients", Facts(quantized_gradients=_said(True)), True, "code"),
     (f"{Z}frozen_weights", Facts(frozen_weights=_said("nf4")), "nf4", "code"),
+    ("peak_tflops", Facts(more={"peak_tflops": _said(989.0)}), 989.0, "code"),
     (MICRO, Facts(micro_batch_size=_said(4)), 4, "code"),
     (MICRO, Facts(micro_batch_size=_seen(4)), 4, "the loader"),
     (STEPS, Facts(accumulation=_said(3)), 3, "code"),

@@ -42,7 +42,7 @@ gradient_accumulation_steps 2 3 4; gradient_clipping 0.5 1.5 2.5; deepspeed_moe_
 inclusion_filter a b c; exclusion_filter a b c; multinode_launcher ssh standard ssh; log_line_prefix all none all;
 zero_hpz_partition_size 2 4 8; dp_replicate_size 1 2 3; dp_shard_size 1 2 3; pp_size 1 2 3; sp_size 1 2 3;
 tp_size 1 2 3; ep_size 1 2 3; sp_seq_length 8 16 32; sp_attn_implementation sdpa flash_attention_2 flash_attention_3;
-frozen_weights int8 nf4 mxfp4;
+frozen_weights int8 nf4 mxfp4; peak_tflops 0.5 1.5 2.5;
 dynamo_backend inductor eager cudagraphs; dynamo_mode default reduce-overhead max-autotune
 """
 TRIPLES = {name: tuple(values) for name, *values in (row.split() for row in VALUES.split(";"))}

@@ -7,10 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from tests.support.commands import typed
 from tests.support.mesh_training import NEEDS_SPLIT_LAYERS, NEEDS_STAGES
+from tests.support.recurrent_models import recurrent_model
 from zeroaccel.config.parallel import ParallelConfig
 from zeroaccel.errors import UsageError
 from zeroaccel.estimate import (
@@ -329,3 +331,21 @@ def test_one_machine_has_no_traffic_across_machines() -> None:
     assert traffic_table(10**9, Workload(ranks=8)) == []
     alone = {row.name: row.across for row in traffic_table(10**6, Workload(ranks=2, ranks_per_machine=1))}
     assert alone["hpZ"] == alone["stage 3"]
+
+
+def _labelled(model: nn.Module, batch: int, sequence: int) -> Tensor:
+    ids = torch.zeros(batch, sequence, dtype=torch.long)
+    loss: Tensor = model(input_ids=ids, labels=ids).loss
+    return loss
+
+
+def test_layers_along_the_sequence_are_planned_as_with_kernels() -> None:
+    pytest.importorskip("transformers")
+    nbytes = {}
+    for tokens in (2048, 8192):
+        hybrid = subject(lambda: (recurrent_model("qwen3_5"), _labelled))
+        for sp in (1, 4):
+            nbytes[tokens, sp] = simulate(hybrid, Workload(ranks=4, sequence=tokens, sp=sp), 1).peak.activations
+    assert nbytes[8192, 4] <= 0.30 * nbytes[8192, 1]
+    # Linear in the tokens, at once: torch's own loop over chunks of states would take a minute.
+    assert nbytes[8192, 4] == pytest.approx(4 * nbytes[2048, 4], rel=0.02)

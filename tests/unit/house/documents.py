@@ -30,7 +30,7 @@ FOLDERS = ("zeroaccel", "cli", "templates", "docs", "tests", "benchmarks", "exam
 
 # Owner -> names that documents mention and the tree lacks.
 _FOREIGN = {
-    "the reader": "ds_config.json train.py zeroaccel.yaml trace.json finished/",
+    "the reader": "ds_config.json zero3.json train.py zeroaccel.yaml trace.json finished/",
     "transformers": "config.json generation_config.json TrainingArguments base_model_tp_plan load_best_model_at_end "
     "save_only_model",
     "PEFT": "merge_and_unload",

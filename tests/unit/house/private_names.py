@@ -17,7 +17,7 @@ PRIVATE: Mapping[str, str] = {
     # autograd, storages and the compiler
     "torch": "Tensor._base Tensor._is_view Tensor._make_wrapper_subclass _foreach_copy_ _foreach_zero_",
     "torch.storage": "UntypedStorage._cdata",
-    "torch._C": "_current_graph_task_id _functorch _get_tracing_state _storage_Use_Count",
+    "torch._C": "_EnableTorchFunction _current_graph_task_id _functorch _get_tracing_state _storage_Use_Count",
     "torch._C._distributed_c10d": "_make_nccl_premul_sum",
     "torch.autograd": "Variable._execution_engine",
     "torch.autograd.profiler": "_is_profiler_enabled",
@@ -27,7 +27,8 @@ PRIVATE: Mapping[str, str] = {
     "torch._inductor.exc": "InvalidCxxCompiler",
     "torch._ops": "OpOverload._schema",
     "torch._ops.ops.aten": "_local_scalar_dense _log_softmax _log_softmax_backward_data "
-    "_to_copy _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward",
+    "_to_copy _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward "
+    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward",
     "torch._subclasses.fake_tensor": "FakeTensorMode",
     "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes",
     "torch.utils._pytree": "tree_flatten tree_leaves tree_map tree_unflatten",
@@ -56,9 +57,10 @@ PRIVATE: Mapping[str, str] = {
     "WeightTransform._original_target_patterns convert_and_load_state_dict_in_model set_param_for_module tqdm",
     "transformers.integrations.deepspeed": "deepspeed_config is_deepspeed_zero3_enabled",
     "transformers.integrations.mxfp4": "FP4_VALUES _convert_moe_packed_tensors",
-    "transformers.masking_utils": "ALL_MASK_ATTENTION_FUNCTIONS",
+    "transformers.masking_utils": "ALL_MASK_ATTENTION_FUNCTIONS TransformGetItemToIndex _vmap_expansion_sdpa",
     "transformers.modeling_utils": "ALL_ATTENTION_FUNCTIONS PreTrainedModel._from_config "
-    "PreTrainedModel._keys_to_ignore_on_load_unexpected PreTrainedModel._tp_plan "
+    "PreTrainedModel._keys_to_ignore_on_load_unexpected PreTrainedModel._keys_to_ignore_on_save "
+    "PreTrainedModel._tp_plan "
     "PreTrainedModel._load_pretrained_model "
     "PreTrainedModel.from_pretrained PreTrainedModel.save_pretrained revert_weight_conversion",
     "transformers.models.mixtral.modeling_mixtral": "eager_attention_forward load_balancing_loss_func",

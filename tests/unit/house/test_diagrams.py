@@ -18,12 +18,11 @@ def diagrams() -> ModuleType:
 
 
 def test_the_files_are_up_to_date(diagrams: ModuleType) -> None:
-    stale = [
-        name for name, draw in diagrams.DIAGRAMS.items() if draw() != (diagrams.FOLDER / f"{name}.svg").read_text()
-    ]
+    drawn = {**diagrams.DIAGRAMS, **diagrams.MEASURED}
+    stale = [name for name, draw in drawn.items() if draw() != (diagrams.FOLDER / f"{name}.svg").read_text()]
     assert stale == [], "run python docs/site/diagrams.py"
     pictures = load_script("docs/site/measured.py").PICTURES
-    assert {path.stem for path in diagrams.FOLDER.iterdir()} == {*diagrams.DIAGRAMS, *pictures}
+    assert {path.stem for path in diagrams.FOLDER.iterdir()} == {*drawn, *pictures}
 
 
 def test_the_picture_of_measurements_has_the_figures_of_the_results() -> None:
@@ -46,7 +45,8 @@ def test_the_picture_of_measurements_has_the_figures_of_the_results() -> None:
 def test_the_page_shows_each_with_a_description(diagrams: ModuleType) -> None:
     shown = re.findall(r"!\[([^\]]+)\]\(diagrams/(\w+)\.svg\)", (ROOT / "docs" / "how_it_works.md").read_text())
     assert [name for _, name in shown] == list(diagrams.DIAGRAMS)
-    for name in diagrams.DIAGRAMS:
+    assert "](diagrams/long_context.svg)" in (ROOT / "docs" / "sequence_parallel.md").read_text()
+    for name in (*diagrams.DIAGRAMS, *diagrams.MEASURED):
         root = ElementTree.parse(diagrams.FOLDER / f"{name}.svg").getroot()
         assert root[0].tag.endswith("title")
         _, _, width, height = map(float, root.get("viewBox", "").split())

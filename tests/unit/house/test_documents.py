@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,23 @@ def test_no_docstring_denies_an_axis_of_the_mesh() -> None:
     assert list(denials("The loader as it is: sequences are not\nsplit over processes."))
     assert list(denials("0: every process has all layers."))
     assert not list(denials("Layers are split among the ranks of the tensor-parallel group."))
+
+
+def test_each_cell_of_the_comparison_has_its_test_or_source() -> None:
+    page = (ROOT / "docs" / "comparison.md").read_text()
+    features, reports = ([line for line in part.splitlines() if line.startswith("| ")] for part in page.split("\n## "))
+    held = re.compile(r"`tests/[\w/]+\.py:test_\w+`")  # `absent` checks that these exist
+    linked = re.compile(r"\]\(https://[^)]+\)")
+    for line in features[1:]:
+        _, ours, *theirs = (cell.strip() for cell in line.strip("|").split("|"))
+        assert held.search(ours), ours
+        assert all(cell == "-" or linked.search(cell) for cell in theirs), line
+    for line in reports[1:]:
+        report, *_, test = (cell.strip() for cell in line.strip("|").split("|"))
+        assert linked.search(report), line
+        assert held.fullmatch(test), line
+    assert len(features) > 10 < len(reports)
+    assert re.search(r"read on \d{4}-\d\d-\d\d", page)
 
 
 def test_quoted_code_is_as_in_the_tree() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import stat
 import threading
 from collections.abc import Iterator
@@ -128,6 +129,39 @@ class CopyEvent:
     def synchronize(self) -> None:
         self.waits += 1
         self.passed = True
+
+
+def test_buffers_are_cut_from_memory_that_is_allocated_ahead() -> None:
+    """In any order of sizes, buffers in use do not overlap, and the pool allocates nothing after the start."""
+    pages, chance = 24, random.Random(3)
+    buffers = HostBuffers(pages * ALIGN_NBYTES, ahead_nbytes=pages * ALIGN_NBYTES)
+    memory = buffers.acquire(1)
+    assert memory is not None
+    storage = memory.untyped_storage()._cdata
+    buffers.release(memory[:0])
+    in_use: list[tuple[torch.Tensor, int]] = []
+    refused = 0
+    for number in range(400):
+        if in_use and chance.random() < 0.45:
+            buffer, value = in_use.pop(chance.randrange(len(in_use)))
+            assert bool((buffer == value).all()), "another buffer has this memory"
+            buffers.release(buffer.view(torch.uint8)[: chance.randrange(buffer.numel())])
+            continue
+        made = buffers.acquire(chance.randrange(1, 7 * ALIGN_NBYTES))
+        refused += made is None
+        if made is not None:
+            assert made.untyped_storage()._cdata == storage
+            assert buffers.owns(made)
+            in_use.append((made.fill_(number % 251), number % 251))
+    assert refused > 10
+    assert buffers.peak_nbytes == pages * ALIGN_NBYTES
+    beyond = buffers.acquire_over_budget(pages * ALIGN_NBYTES)
+    assert beyond.untyped_storage()._cdata != storage
+    buffers.release(beyond)
+    for buffer, _ in in_use:
+        buffers.release(buffer)
+    assert buffers.in_use_nbytes == 0
+    assert not buffers.owns(memory)
 
 
 def test_a_buffer_that_a_device_reads_is_in_use_until_its_event(tmp_path: Path) -> None:

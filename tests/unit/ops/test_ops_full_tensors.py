@@ -283,3 +283,19 @@ def test_launches_do_not_grow_with_the_number_of_tensors() -> None:
     # Muon for each of three shapes: 2 kernels, 3 for the norm, 3 in each of 5 iterations; a copy of the tall shape; one
     # for all vectors, whose step counts are on the host. LAMB: 2 kernels, and 3 for the norms.
     assert launches(2) == launches(8) == [3 * (2 + 3 + 3 * 5) + 1 + 1, 2 + 3]
+
+
+@pytest.mark.parametrize("method", ["standard", "gram"])
+def test_muon_orthogonalizes_the_rows_of_each_head(method: str) -> None:
+    start, grad = normal(12, 5), normal(12, 5, seed=1)
+    whole, heads = Parameter(start.clone()), [Parameter(part.clone()) for part in start.chunk(3)]
+    optimizer = Muon([{"params": [whole], "use_muon": True, "heads": 3}], lr=0.1, ns_method=method)
+    alone = Muon([{"params": heads, "use_muon": True}], lr=0.1, ns_method=method)
+    for _ in range(3):
+        whole.grad = grad.clone()
+        for param, part in zip(heads, grad.chunk(3), strict=True):
+            param.grad = part.clone()
+        optimizer.step()
+        alone.step()
+    assert torch.allclose(whole, torch.cat(list(heads)), atol=2e-3)
+    assert not torch.allclose(whole, start, atol=0.05)

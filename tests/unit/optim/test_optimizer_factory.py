@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,7 +61,7 @@ def test_any_class_of_torch_can_be_named(name: str) -> None:
         ("Lamb", {"eps_inside_mode": True}, ("optimizer.params.eps_inside_mode", "'eps_inside_sqrt'")),
         ("Lamb", {"min_coeff": 20.0}, ("Lamb, min_coeff", "20.0")),
         ("Lamb", {"amsgrad": True}, ("Lamb, amsgrad", "no AMSGrad variant")),
-        ("Muon", {"per_head_muon": True}, ("optimizer.params.per_head_muon", "Muon")),
+        ("Muon", {"per_head": True}, ("optimizer.params.per_head", "did you mean 'per_head_muon'")),
         ("Muon", {}, ("parameter of shape (4, 4), attribute use_muon", "set it on every parameter")),
         ("AdamW", {"learning_rate": 1.0}, ("optimizer.params.learning_rate", "AdamW")),
         ("AdamW", {"beta": (0.9, 0.9)}, ("optimizer.params.beta", "'betas'")),
@@ -141,3 +142,27 @@ def test_the_callers_groups_are_copied() -> None:
     optimizer = build_optimizer("SGD", {"lr": 1.0}, [group])
     optimizer.param_groups[0]["lr"] = 2.0
     assert group["lr"] == 0.125
+
+
+class _Attention(nn.Module):
+    """Four heads of queries and two of keys, of three rows each; a gated projection fits no number of heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, hidden_size=12)
+        self.q_proj, self.k_proj, self.v_proj = nn.Linear(12, 12), nn.Linear(12, 6), nn.Linear(12, 6)
+        self.o_proj, self.query = nn.Linear(12, 12), nn.Linear(12, 20)
+
+
+def test_muon_per_head_groups_projections_by_their_heads() -> None:
+    model = _Attention()
+    names = {id(param): name.removesuffix(".weight") for name, param in model.named_parameters()}
+    optimizer = build_optimizer("Muon", {"per_head_muon": True, "lr": 0.1}, model.parameters(), model)
+    groups = [
+        (group.get("heads", 1), [names[id(param)] for param in group["params"]])
+        for group in optimizer.param_groups
+        if group["use_muon"]
+    ]
+    assert groups == [(4, ["q_proj"]), (2, ["k_proj", "v_proj"]), (1, ["o_proj", "query"])]
+    with pytest.raises(ConfigError, match="per_head_muon: expected a model of transformers whose attention"):
+        build_optimizer("Muon", {"per_head_muon": True}, (tiny := _Tiny()).parameters(), tiny)

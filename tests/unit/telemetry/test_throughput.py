@@ -88,7 +88,7 @@ def _rates(throughput: Throughput) -> Rates:
 
 def test_rates_are_those_of_all_ranks() -> None:
     def gather(own: tuple[float, ...]) -> list[tuple[float, ...]]:
-        return [own, (10.0, 100.0, 4e12, 0.5)]
+        return [own, (10.0, 100.0, 4e12, 0.5, 0.0)]
 
     throughput = Throughput(ModelWork(1e12), 2.0, gather)
     assert throughput.take() is None
@@ -156,4 +156,21 @@ def test_peak_of_a_device(name: str, peak: float | None) -> None:
 
 
 def test_one_rank_is_never_the_slowest() -> None:
-    assert slowest_rank([100.0], [0.9]) == ""
+    assert slowest_rank([100.0], [0.9], [0.0]) == ""
+
+
+def test_a_rank_whose_script_takes_the_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    throughput = Throughput(ModelWork(1.0), None, lambda own: [(0.0, 0.0, 0.0, 0.0, 0.1), own])
+    throughput.start()
+    for between, inside in ((2.0, 1.0), (4.0, 3.0)):
+        throughput.enter()
+        now[0] += inside
+        throughput.leave()
+        now[0] += between
+    throughput.enter()
+    now[0] += 2.0
+    throughput.leave()
+    expected = "slowest rank 1: spends 50 % of the time between calls of the engine, the others 10 %"
+    assert _rates(throughput).slowest == expected

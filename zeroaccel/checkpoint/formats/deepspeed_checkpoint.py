@@ -1,4 +1,4 @@
-"""Reads DeepSpeed's checkpoints: stages 0 to 3, BF16_Optimizer, and universal ones.
+"""Reads DeepSpeed's checkpoints: stages 0 to 3, BF16_Optimizer, universal ones, tensor, pipeline and expert parallel.
 
 `open_deepspeed_checkpoint` sorts the files by name, reads the pickles (`torch_pickle.py` has the allowed names) and
 locates the elements of every tensor, which are read on request only. Keys, records and pieces have the form of this
@@ -21,9 +21,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from zeroaccel.checkpoint.formats.deepspeed_parallel import (
+    EXPERT,
+    LAYER,
+    Parts,
+    SliceRules,
+    add_weights_of_files,
+    require_parts,
+)
 from zeroaccel.checkpoint.formats.deepspeed_partitioned import (
     DeepSpeedContents,
     FlatStates,
+    ParamGroup,
     named_shapes,
     pieces,
     read_chunked,
@@ -41,12 +50,13 @@ from zeroaccel.errors import CheckpointError
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
 _OPTIM = re.compile(r"(?P<bf16>bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt")
 _MOST_NAMES = 50
-_OTHER_PARALLELISM = re.compile(r"(expp_rank_|layer_).*\.pt")
+_EXPERT_OPTIM = re.compile(r"expp_rank_\d+_mp_rank_\d+_optim_states\.pt")
+_KINDS = (_MODEL, _OPTIM, LAYER, EXPERT, _EXPERT_OPTIM)
 
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """The files of one tag.
+    """The files of one tag, of one combination of tensor rank and pipeline stage.
 
     Attributes:
         full_model: the model file of stages 0 to 2, or None.
@@ -93,7 +103,7 @@ def is_deepspeed_checkpoint(root: Path, tag: object = None) -> bool:
 
 def has_files(folder: Path) -> bool:
     """Returns True if a folder has files with DeepSpeed's names."""
-    return any(form.fullmatch(path.name) for path in folder.iterdir() for form in (_MODEL, _OPTIM, _OTHER_PARALLELISM))
+    return any(form.fullmatch(path.name) for path in folder.iterdir() for form in _KINDS)
 
 
 def resolve_folder(root: Path, tag: object = None) -> tuple[Path, str]:
@@ -121,42 +131,62 @@ def resolve_folder(root: Path, tag: object = None) -> tuple[Path, str]:
     return folder, str(tag)
 
 
-def find_files(folder: Path) -> CheckpointFiles:
+@dataclass
+class FoundFiles:
+    """The files of one tag.
+
+    Attributes:
+        parts: those of each combination of tensor rank and pipeline stage.
+        layers, experts, expert_optims: files of a pipeline's layers, of experts, and of experts' optimizers at stage 0.
+    """
+
+    parts: list[CheckpointFiles]
+    layers: list[Path] = field(default_factory=list)
+    experts: list[Path] = field(default_factory=list)
+    expert_optims: list[Path] = field(default_factory=list)
+
+
+def find_files(folder: Path) -> FoundFiles:
     """Sorts the files of a tag's folder.
 
     Raises:
-        CheckpointError: the files come from two saves, or from tensor, pipeline or expert parallel training.
+        CheckpointError: the files come from two saves, or some are missing.
     """
-    full_model: Path | None = None
-    models: dict[int, Path] = {}
-    optims: dict[int, Path] = {}
+    full_models: dict[int, Path] = {}
+    models: dict[int, dict[int, Path]] = {}
+    optims: dict[int, dict[int, Path]] = {}
     # A bf16 and an fp16 run that saved into one folder have optimizer files with different prefixes.
     prefixes: dict[str, str] = {}
-    for path in sorted(folder.iterdir()):
-        if _OTHER_PARALLELISM.fullmatch(path.name):
-            raise CheckpointError(f"{path}: from pipeline or expert parallel training", expected="data parallel only")
+    found = FoundFiles([])
+    for path in sorted(folder.iterdir(), key=lambda path: [int(part) for part in re.findall(r"\d+", path.name)]):
+        if LAYER.fullmatch(path.name):
+            found.layers.append(path)
+        elif EXPERT.fullmatch(path.name):
+            found.experts.append(path)
+        elif _EXPERT_OPTIM.fullmatch(path.name):
+            found.expert_optims.append(path)
         match = _MODEL.fullmatch(path.name) or _OPTIM.fullmatch(path.name)
         if match is None:
             continue
-        if int(match["mp"]):
-            raise CheckpointError(f"{path}: from tensor parallel training", expected="data parallel only")
+        part = int(match["mp"])
         if match.re is _OPTIM:
             prefixes[match["bf16"] or ""] = path.name
-            optims[int(match["rank"])] = path
+            optims.setdefault(part, {})[int(match["rank"])] = path
         elif match["rank"] is None:
-            full_model = path
+            full_models[part] = path
         else:
-            models[int(match["rank"])] = path
+            models.setdefault(part, {})[int(match["rank"])] = path
     if len(prefixes) > 1:
         raise CheckpointError(
             f"{folder}: files of two saves, {' and '.join(sorted(prefixes.values()))}", fix="remove the older ones"
         )
-    if full_model is None and not models:
-        raise CheckpointError(
-            f"{folder}: incomplete: mp_rank_00_model_states.pt or zero_pp_rank_0_mp_rank_00_model_states.pt is missing"
-        )
-    universal = folder / "zero"
-    return CheckpointFiles(folder, full_model, models, optims, universal if universal.is_dir() else None)
+    numbers = full_models.keys() | models.keys() | optims.keys()
+    universal = folder / "zero" if (folder / "zero").is_dir() else None
+    for part in range(max(numbers, default=0) + 1):
+        files = full_models.get(part), models.get(part, {}), optims.get(part, {})
+        found.parts.append(CheckpointFiles(folder, *files, universal))
+    require_parts(folder, [(part.full_model, part.models, part.optims) for part in found.parts], found.experts)
+    return found
 
 
 _MODEL_KEYS = frozenset(
@@ -195,6 +225,7 @@ class DeepSpeedCheckpoint(DeepSpeedContents):
         loss_scaler: attributes of DeepSpeed's loss scaler and its "type", or None.
         model_file: number of the file that contains `model`.
         positional: states without names, see `name_positions`.
+        unread: a file whose optimizer states have neither names nor an order in the whole model, or None.
     """
 
     folder: Path
@@ -205,6 +236,7 @@ class DeepSpeedCheckpoint(DeepSpeedContents):
     loss_scaler: Mapping[str, Any] | None = None
     model_file: int = 0
     positional: list[list[dict[str, Any]]] = field(default_factory=list)
+    unread: Path | None = None
 
     @property
     def version(self) -> str:
@@ -243,7 +275,7 @@ class DeepSpeedCheckpoint(DeepSpeedContents):
         for fqn in self.order:
             if (key := self.weight_key(fqn)) is not None:
                 record = self.tensors[key]
-                yield Weight(fqn, record.dtype, record.shape, record.pieces, excludable=fqn not in self.shapes)
+                yield Weight(fqn, record.dtype, record.shape, record.runs, excludable=fqn not in self.shapes)
         for name in self.buffers:
             record = self.tensors[f"buffer/{name}"]
             yield Weight(name, record.dtype, record.shape, record.pieces, is_buffer=True)
@@ -336,7 +368,7 @@ def open_deepspeed_checkpoint(root: Path | str, tag: object = None) -> DeepSpeed
 
     Raises:
         CheckpointError: the checkpoint does not exist; a file is missing, cut off or damaged; a pickle contains a
-            forbidden name; or the checkpoint comes from tensor, pipeline or expert parallel training.
+            forbidden name; or it does not say how its tensor-parallel parts join.
     """
     folder, name = resolve_folder(Path(root), tag)
     files = find_files(folder)
@@ -350,7 +382,58 @@ def open_deepspeed_checkpoint(root: Path | str, tag: object = None) -> DeepSpeed
         ) from error
 
 
-def _open(folder: Path, name: str, files: CheckpointFiles) -> DeepSpeedCheckpoint:
+def _open(folder: Path, name: str, found: FoundFiles) -> DeepSpeedCheckpoint:
+    parts = [_open_part(folder, name, files) for files in found.parts]
+    if len(parts) == 1 and not found.layers and not found.experts:
+        return parts[0]
+    first = parts[0]
+    if first.model.get("ds_autoep_layers") or first.model.get("autoep_layers"):
+        raise CheckpointError(
+            f"{folder}: from DeepSpeed's AutoEP",
+            expected="experts of deepspeed.moe, or none",
+            fix="save the weights with its save_16bit_model",
+        )
+    whole = DeepSpeedCheckpoint(
+        folder=folder, tag=name, stage=first.stage, world_size=first.world_size, loss_scaler=first.loss_scaler
+    )
+    whole.model, whole.model_file = first.model, first.model_file
+    slices = [int(match["mp"] or 0) for path in found.layers if (match := LAYER.fullmatch(path.name))]
+    num_slices = max(slices) + 1 if slices else len(parts)
+    info, are_joined = first.model.get("universal_checkpoint_info") or {}, found.parts[0].universal is not None
+    rules = SliceRules(info, num_slices, str(folder), are_joined)
+    collected, starts = Parts(), []
+    for part in parts:
+        starts.append(len(whole.files))
+        collected.add(whole, part.states, part)
+    states = collected.join(whole, rules)
+    buffers = frozenset(str(name) for part in parts for name in part.model.get("buffer_names") or ())
+    rename = add_weights_of_files(whole, [*found.layers, *found.experts], buffers, rules)
+    states = {rename(key): record for key, record in states.items()}
+    vars(whole)["states"] = States(states, {rename(name): value for name, value in collected.scalars.items()})
+    by_position = [part.files[part.model_file].path for part in parts if part.positional]
+    whole.unread = next(iter([*found.expert_optims, *by_position]), None)
+    if found.layers and first.model.get("optimizer") is not None:
+        _add_unsharded(whole, parts, starts)
+    return whole
+
+
+def _add_unsharded(whole: DeepSpeedCheckpoint, parts: Sequence[DeepSpeedCheckpoint], starts: Sequence[int]) -> None:
+    """Adds the optimizers of a pipeline's stages at stage 0, which the values in the layers' files give names."""
+    groups: list[ParamGroup] = []
+    for part, start in zip(parts, starts, strict=True):
+        whole.groups = []
+        for index, states in enumerate(read_unsharded(whole, start, part.model["optimizer"])):
+            if index == len(whole.positional):
+                whole.positional.append([])
+            whole.positional[index] += states
+        groups += whole.groups[len(groups) :]
+        for group, more in zip(groups, whole.groups, strict=True):
+            group.names += [name for name in more.names if name not in group.names]
+    whole.groups = groups
+    vars(whole).pop("states", None)
+
+
+def _open_part(folder: Path, name: str, files: CheckpointFiles) -> DeepSpeedCheckpoint:
     checkpoint = DeepSpeedCheckpoint(folder=folder, tag=name)
     if files.universal is not None:
         _open_universal(checkpoint, files, files.universal)
@@ -369,12 +452,8 @@ def _open_sharded(checkpoint: DeepSpeedCheckpoint, files: CheckpointFiles) -> No
         ranks.append((len(checkpoint.files) - 1, content["optimizer_state_dict"]))
     first = ranks[0][1]
     count = first["partition_count"]
-    counts = set(count) if isinstance(count, list) else {count}
-    if len(counts) != 1:
-        raise CheckpointError(
-            f"{files.folder}: from expert parallel training", expected="data parallel only", got=sorted(counts)
-        )
-    checkpoint.world_size = int(counts.pop())
+    counts = [int(each) for each in count] if isinstance(count, list) else [int(count)]
+    checkpoint.world_size = max(counts)
     bf16_optimizer = "zero_stage" not in first  # BF16_Optimizer partitions like stage 1, but does not save the stage
     checkpoint.stage = 1 if bf16_optimizer else _number(first["zero_stage"])
     chunked = "fp32_flat_groups" in first  # the layout of stage 3
@@ -390,12 +469,15 @@ def _open_sharded(checkpoint: DeepSpeedCheckpoint, files: CheckpointFiles) -> No
     checkpoint.loss_scaler = _scaler(first)
     shapes = [named_shapes(group) for group in model["param_shapes"] or ()]
     if not shapes:
-        raise CheckpointError(f"{checkpoint.files[file].path}: the optimizer's shapes (param_shapes) are missing")
+        raise CheckpointError(
+            f"{checkpoint.files[file].path}: the optimizer's shapes (param_shapes) are missing",
+            fix="save a pipeline in bf16 with zero_optimization.stage 1, not 0",
+        )
     read_module(checkpoint, file, model, full=not chunked)
     if chunked:
         read_chunked(checkpoint, shapes, models, ranks)
     else:
-        read_partitioned(checkpoint, shapes, ranks, padded=bf16_optimizer)
+        read_partitioned(checkpoint, shapes, ranks, counts, padded=bf16_optimizer)
 
 
 def _open_file(checkpoint: DeepSpeedCheckpoint, path: Path) -> dict[str, Any]:
@@ -416,7 +498,8 @@ def _open_unsharded(checkpoint: DeepSpeedCheckpoint, files: CheckpointFiles) -> 
         files.require_ranks(checkpoint.world_size, models=False)
     read_module(checkpoint, 0, model, full=True)
     optimizer = model.get("optimizer")
-    checkpoint.positional = read_unsharded(checkpoint, 0, optimizer)
+    if model["module"] is not None:  # the weights of a pipeline are in files of its layers
+        checkpoint.positional = read_unsharded(checkpoint, 0, optimizer)
     if isinstance(optimizer, dict) and "cur_scale" in optimizer:
         checkpoint.loss_scaler = {
             **{key: optimizer[key] for key in _SCALER_KEYS if key in optimizer},

@@ -9,6 +9,7 @@ to fill a `DeepSpeedContents`. Keys of tensors are those of this package's manif
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -155,6 +156,7 @@ def from_chunks(numels: Sequence[int], world_size: int) -> tuple[list[list[FlatP
 
 
 _MOST_DIMS = 64
+_EXPERTS = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")  # of deepspeed.moe, numbered on each rank from 0
 
 Shapes = Sequence[Mapping[str, tuple[int, ...]]]
 InFile = tuple[int, StoredTensor]
@@ -270,7 +272,7 @@ def read_module(contents: DeepSpeedContents, file: int, content: Mapping[str, An
     Args:
         full: True if the module's tensors are unsharded (stages 0 to 2); at stage 3 only the buffers are.
     """
-    module = {name: value for name, value in content["module"].items() if isinstance(value, StoredTensor)}
+    module = {name: value for name, value in (content["module"] or {}).items() if isinstance(value, StoredTensor)}
     buffers = set(content["buffer_names"])
     contents.ties = {str(alias): str(name) for alias, name in (content.get("shared_params") or {}).items()}
     for group in content.get("param_shapes") or ():
@@ -302,41 +304,70 @@ def read_module(contents: DeepSpeedContents, file: int, content: Mapping[str, An
 
 
 def read_partitioned(
-    contents: DeepSpeedContents, shapes: Shapes, ranks: Sequence[tuple[int, Mapping[str, Any]]], *, padded: bool
+    contents: DeepSpeedContents,
+    shapes: Shapes,
+    ranks: Sequence[tuple[int, Mapping[str, Any]]],
+    counts: Sequence[int],
+    *,
+    padded: bool,
 ) -> None:
     """Adds the masters and states of stages 1 and 2, and of BF16_Optimizer.
 
     Args:
         shapes: for each param group, name -> shape in the order of the flat vector.
         ranks: for each rank, the number of its file and its optimizer's content.
+        counts: number of ranks that share each param group; fewer for experts, of which others have their own.
         padded: True if the saved partitions include the padding at their end.
     """
-    where = str(contents.files[ranks[0][0]].path)
-    world_size = len(ranks)
-    for group, named in enumerate(shapes):
-        address = f"{where}: param group {group}"
-        tensors = [
-            in_file(file, _item(body["single_partition_of_fp32_groups"], group, address), address)
-            for file, body in ranks
-        ]
-        # BF16_Optimizer saves partitions with their padding; the ZeRO optimizers remove it and save its size.
-        cut_off = [
-            0 if padded else _padding(_item(body["group_paddings"], group, address), address) for _, body in ranks
-        ]
-        sizes = {stored.numel + rest for (_, stored), rest in zip(tensors, cut_off, strict=True)}
-        if len(sizes) != 1:
-            raise CheckpointError(f"{address}: partitions", expected="the same size on all ranks", got=sorted(sizes))
-        partition_numel = sizes.pop()
-        gaps = ranks[0][1].get("param_alignment_paddings")
-        numels = [math.prod(shape) for shape in named.values()]
-        between = [_padding(gap, address) for gap in _item(gaps, group, address)] if gaps else [0] * len(numels)
-        positions = from_partitions(numels, between, partition_numel, world_size, address)
-        states = [_state(file, body["base_optimizer_state"], group, body) for file, body in ranks]
-        _add_flat(contents, named, positions, tensors, partition_numel, states)
     saved = ranks[0][1]["base_optimizer_state"]
     options = saved["param_groups"] if isinstance(saved, Mapping) else [{} for _ in shapes]
-    for named, settings in zip(shapes, options, strict=True):
-        contents.groups.append(ParamGroup(_without_params(settings), list(named)))
+    for group, (named, settings) in enumerate(zip(shapes, options, strict=True)):
+        contents.groups.append(ParamGroup(_without_params(settings)))
+        num_holders = len(ranks) // counts[min(group, len(counts) - 1)]  # expert-parallel ranks, or 1
+        for holder in range(num_holders):
+            own = named if num_holders == 1 else global_experts(named, holder)
+            _read_group(contents, group, own, ranks[holder::num_holders], padded=padded)
+            contents.groups[-1].names += own
+
+
+def global_experts(names: Mapping[str, tuple[int, ...]], rank: int) -> dict[str, tuple[int, ...]]:
+    """Returns the parameters of an expert-parallel rank with the numbers that their experts have in the whole model."""
+    counts: dict[str, int] = {}
+    for match in filter(None, map(_EXPERTS.fullmatch, names)):
+        counts[match[1]] = max(counts.get(match[1], 0), int(match[2]) + 1)
+    return {
+        _EXPERTS.sub(lambda match: f"{match[1]}{int(match[2]) + rank * counts[match[1]]}{match[3]}", name): shape
+        for name, shape in names.items()
+    }
+
+
+def _read_group(
+    contents: DeepSpeedContents,
+    group: int,
+    named: Mapping[str, tuple[int, ...]],
+    ranks: Sequence[tuple[int, Mapping[str, Any]]],
+    *,
+    padded: bool,
+) -> None:
+    """Adds the masters and states of one param group, given the ranks that share its parameters."""
+    address = f"{contents.files[ranks[0][0]].path}: param group {group}"
+    tensors = [
+        in_file(file, _item(body["single_partition_of_fp32_groups"], group, address), address) for file, body in ranks
+    ]
+    # BF16_Optimizer saves partitions with their padding; the ZeRO optimizers remove it and save its size.
+    cut_off = [0 if padded else _padding(_item(body["group_paddings"], group, address), address) for _, body in ranks]
+    sizes = {stored.numel + rest for (_, stored), rest in zip(tensors, cut_off, strict=True)}
+    if len(sizes) != 1:
+        raise CheckpointError(f"{address}: partitions", expected="the same size on all ranks", got=sorted(sizes))
+    partition_numel = sizes.pop()
+    gaps = ranks[0][1].get("param_alignment_paddings")
+    numels = [math.prod(shape) for shape in named.values()]
+    between = [_padding(gap, address) for gap in _item(gaps, group, address)] if gaps else [0] * len(numels)
+    positions = from_partitions(numels, between, partition_numel, len(ranks), address)
+    states = [_state(file, body["base_optimizer_state"], group, body) for file, body in ranks]
+    contents.shapes.update(named)
+    contents.order += [name for name in named if name not in contents.order]
+    _add_flat(contents, named, positions, tensors, partition_numel, states)
 
 
 def _item(values: Any, index: int, where: str) -> Any:

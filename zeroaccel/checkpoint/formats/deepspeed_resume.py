@@ -21,6 +21,7 @@ from zeroaccel.checkpoint.formats.torch_pickle import StoredTensor
 from zeroaccel.checkpoint.manifest import FileRecord, Manifest, ParameterRecord, TensorRecord
 from zeroaccel.checkpoint.plain_codec import encode
 from zeroaccel.checkpoint.tensor_store import TorchStore
+from zeroaccel.errors import CheckpointError
 from zeroaccel.logs import logger
 from zeroaccel.zero.access.safetensors_file import dtype_of
 
@@ -57,15 +58,8 @@ def manifest_of(
     Raises:
         CheckpointError: states do not fit `group_of`, or do not have one value per element.
     """
-    if group_of is not None and checkpoint.has_positions:
-        logger.warning(
-            "checkpoint %s: saved at stage 0, with optimizer states without names; loaded in the model's order",
-            checkpoint.folder,
-        )
-        ranked = {name: position for position, name in enumerate(checkpoint.order)}
-        names = sorted(group_of, key=lambda name: ranked.get(name, len(ranked)))
-        groups = range(max(group_of.values(), default=-1) + 1)
-        checkpoint.name_positions([[name for name in names if group_of[name] == group] for group in groups])
+    if group_of is not None:
+        _name_states(checkpoint, group_of)
     # From here on, only the files that the records point into are in DeepSpeed's format.
     states = checkpoint.states
     tensors: dict[str, TensorRecord] = {**checkpoint.tensors, **states.tensors}
@@ -100,6 +94,25 @@ def manifest_of(
         writer={"deepspeed": checkpoint.version},
         tensors=tensors,
     )
+
+
+def _name_states(checkpoint: DeepSpeedCheckpoint, group_of: Mapping[str, int]) -> None:
+    """Gives states without names the names of the resuming optimizer's parameters; see `manifest_of`."""
+    if checkpoint.unread is not None:
+        raise CheckpointError(
+            f"{checkpoint.unread}: optimizer states of tensor or expert parallel training at stage 0, without names",
+            fix="pass load_optimizer_states=False, which loads the weights",
+        )
+    if not checkpoint.has_positions:
+        return
+    logger.warning(
+        "checkpoint %s: saved at stage 0, with optimizer states without names; loaded in the model's order",
+        checkpoint.folder,
+    )
+    ranked = {name: position for position, name in enumerate(checkpoint.order)}
+    names = sorted(group_of, key=lambda name: ranked.get(name, len(ranked)))
+    groups = range(max(group_of.values(), default=-1) + 1)
+    checkpoint.name_positions([[name for name in names if group_of[name] == group] for group in groups])
 
 
 def _optimizer(checkpoint: DeepSpeedCheckpoint, plain: _PlainEncoder) -> dict[str, Any]:

@@ -195,9 +195,10 @@ def read_universal(contents: DeepSpeedContents, folder: Path, model: Mapping[str
         )
     steps = _steps(optimizer)
     shapes = [named_shapes(group) for group in model["param_shapes"]]
+    is_split = int(model.get("mp_world_size") or 1) > 1  # shapes are those of a tensor rank, values are whole
     for index, named in enumerate(shapes):
         for name, shape in named.items():
-            _add_universal(contents, folder / name, name, tuple(shape), steps.get(index))
+            _add_universal(contents, folder / name, name, tuple(shape), steps.get(index), is_split=is_split)
     for index, settings in enumerate(optimizer["param_groups"]):
         members = settings["params"] if "fp32_flat_groups" in optimizer else [index]
         names = [name for member in members for name in shapes[member]]
@@ -212,15 +213,20 @@ def _steps(optimizer: Mapping[str, Any]) -> dict[int, Any]:
     return {index: values["step"] for index, values in state.items() if "step" in values}
 
 
-def _add_universal(contents: DeepSpeedContents, folder: Path, name: str, shape: tuple[int, ...], step: Any) -> None:
+def _add_universal(
+    contents: DeepSpeedContents, folder: Path, name: str, shape: tuple[int, ...], step: Any, *, is_split: bool
+) -> None:
     """Adds the master and the states of one parameter's folder."""
-    numel = math.prod(shape)
     path = folder / "fp32.pt"
     if path.parent.parent != folder.parent or not path.is_file():
         raise CheckpointError(f"{path}: missing; it should have the values of parameter {name}")
+    opened = {path: _open(contents, path) for path in sorted(folder.glob("*.pt"))}
+    master = opened[path][1]
+    if is_split and isinstance(master, StoredTensor) and len(master.shape) == len(shape):
+        shape = contents.shapes[name] = master.shape
+    numel = math.prod(shape)
     state: dict[str, Any] = {}
-    for path in sorted(folder.glob("*.pt")):
-        file, value = _open(contents, path)
+    for path, (file, value) in opened.items():
         if path.stem == "step":
             state["step"] = (file, value) if isinstance(value, StoredTensor) else value
             continue
@@ -253,7 +259,5 @@ def _open(contents: DeepSpeedContents, path: Path) -> tuple[int, Any]:
     contents.files.append(file)
     content = file.content
     if isinstance(content, Mapping):
-        if content.get("vocab_tensor") or "sub_param_shape" in content:
-            raise CheckpointError(f"{path}: from tensor parallel training", expected="data parallel only")
         content = content.get("param")
     return len(contents.files) - 1, content

@@ -230,8 +230,8 @@ _ROWS = (
         "How many processes share each layer (tensor parallel)?",
     ),
     _size(
-        "sp", "processes that share each sequence (Ulysses sequence parallelism).",
-        "How many processes share each sequence (Ulysses)?",
+        "sp", "processes that share each sequence, also under its other name cp_size.",
+        "How many processes share each sequence (sp, cp)?",
     ),
     _size(
         "pp", "pipeline stages, each on its own processes.", "How many stages does the pipeline have?",
@@ -322,6 +322,11 @@ _ROWS = (
         "Maximum global norm of the gradients; 0 disables clipping. [default: the script's]", "gradient_clipping",
         from_zero=True, metavar="NORM", rank_variable="ACCELERATE_GRADIENT_CLIPPING", fact="clipping",
         ask=Ask("To which maximum norm are gradients clipped?", "zero open", 1.0, gate="Clip gradients?"),
+    ),
+    _zero(
+        "peak_tflops", "number",
+        "TFLOPS that a device can do, for the MFU in log lines and trackers. [default: by the device's name]",
+        "peak_tflops", metavar="TFLOPS",
     ),
     _zero(
         "frozen_weights", "choice",

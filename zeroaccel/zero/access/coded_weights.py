@@ -98,14 +98,16 @@ class CodedWeight(Tensor):
             if not isinstance(each, CodedWeight):
                 return each
             if id(each) not in decoded:
-                decoded[id(each)] = each.values_of_view()
+                decoded[id(each)] = each.decoded_values()
             return decoded[id(each)]
 
         args, kwargs = tree_map(values, (args, kwargs))
         return func(*args, **kwargs)
 
-    def values_of_view(self) -> Tensor:
+    def decoded_values(self) -> Tensor:
         """Returns the values, with the strides of this view."""
+        if self.codes.is_meta:
+            return self.place
         spans = zip(self.place.shape, self.place.stride(), strict=True)
         span = 1 + sum((size - 1) * stride for size, stride in spans) if self.place.numel() else 0
         codes = self.codes.detach()

@@ -141,6 +141,7 @@ def tensor_locations(path: Path) -> Iterator[tuple[str, TensorLocation]]:
     Raises:
         ValueError, KeyError, TypeError, AttributeError: the file is not a safetensors file, or is truncated.
         OSError: the file cannot be read.
+        CheckpointError: a tensor has an unknown dtype.
     """
     size = path.stat().st_size
     with open(open_regular(path), "rb") as file:
@@ -156,6 +157,8 @@ def tensor_locations(path: Path) -> Iterator[tuple[str, TensorLocation]]:
         start, end = entry["data_offsets"]
         if not all(is_size(number) for number in (start, end, *entry["shape"])):
             raise ValueError(f"tensor {name}: offsets or shape are not whole numbers")
+        if entry["dtype"] not in ITEMSIZE:  # "F4" and other floats of less than 8 bits
+            raise CheckpointError(f"{path}: dtype of tensor {name}", expected=", ".join(ITEMSIZE), got=entry["dtype"])
         location = TensorLocation(path, entry["dtype"], tuple(entry["shape"]), 8 + length + start)
         # Sizes first: a shape of 2**62 elements must not reach an allocation.
         if end - start != math.prod(location.shape) * ITEMSIZE[location.dtype] or 8 + length + end > size:

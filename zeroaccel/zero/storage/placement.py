@@ -204,7 +204,8 @@ class _FilePlan(_TierPlan):
         return SpaceNeed(disk, f"{self.where} {self.folder.path}", nbytes, self.folder.free_nbytes)
 
     def make(self, io: IoSettings) -> Tier:
-        buffers = HostBuffers(self.budget_nbytes, pinned=self.pinned)
+        ahead = min(aligned_nbytes(self.budget_nbytes), self.need.nbytes) if self.pinned else 0
+        buffers = HostBuffers(self.budget_nbytes, pinned=self.pinned, ahead_nbytes=ahead)
         tier = NvmeTier(self.sizes, self.folder, self.where, buffers, io)
         try:
             write, read = tier.file.measure()
