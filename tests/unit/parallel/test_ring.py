@@ -169,6 +169,18 @@ def test_a_ring_computes_attention_over_whole_sequences(name: str) -> None:
         assert torch.allclose(total, whole, rtol=1e-6, atol=1e-6), (part, (total - whole).abs().max())
 
 
+_TABLE = [(heads, ranks) for heads in (1, 2, 7, 12, 14, 28) for ranks in (3, 5, 6, 7) if ranks > heads]
+
+
+@pytest.mark.parametrize(("heads", "ranks"), _TABLE)
+def test_an_odd_number_of_ranks_shares_few_heads(heads: int, ranks: int) -> None:
+    case = _Case(ranks, heads, length=3 * ranks)
+    results = _run(case)
+    for part, whole in _expected(case).items():
+        total = sum(result[part] for result in results)
+        assert torch.allclose(total, whole, rtol=1e-6, atol=1e-6), part
+
+
 def test_half_precision_sums_blocks_in_fp32() -> None:
     case = _Case(4, 2, dtype=torch.bfloat16)
     results = _run(case)
