@@ -137,7 +137,7 @@ def test_no_more_than_the_live_limit_is_fetched_ahead_or_kept() -> None:
 
 def test_a_unit_that_is_needed_next_is_kept_beyond_the_limit() -> None:
     """Three micro-batches pass through a, then three through b, and the root is around each of them."""
-    for next_always, kept in ((True, "a root a root root b root b root".split()), (False, [])):
+    for next_always, kept in ((True, ["a", "root", "a", "root", "root", "b", "root", "b", "root"]), (False, [])):
         limits = PrefetchLimits(max_live_parameters=0, prefetch_bucket_size=0, next_always=next_always)
         schedule, live = PrefetchTrace(SIZES, limits), dict[str, int]()
         for _ in range(2):
