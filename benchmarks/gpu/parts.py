@@ -209,7 +209,7 @@ def promise(run: Run) -> None:
 
 
 def tests(run: Run) -> None:
-    """tests/gpu: the promise between stages, the bits of the kernels, pinned memory, the lane."""
+    """tests/gpu: the promise between stages, the bits of the kernels, pinned memory."""
     command = [
         sys.executable,
         "-m",
@@ -375,43 +375,6 @@ def memory(run: Run) -> None:
         work.close()
 
 
-def lane(run: Run) -> None:
-    """One update of host-resident state: by the cores, by the device, and split between them."""
-    from zeroaccel.offload.device_lane import AdamLane
-    from zeroaccel.ops import Adam
-    from zeroaccel.ops.device_kernels import kernels_for
-    from zeroaccel.ops.hybrid_update import HybridUpdate
-
-    device = _device()
-    own_kernels = kernels_for(device)
-    if own_kernels is None:
-        run.skip("updates on the device", "no kernels on this machine")
-        return
-    numel = 50_000_000 if run.size == "large" else 1_000_000
-    for pinned in (True, False):
-        for ratio in (1.0, 0.5, 0.0, None):
-            tensors = [torch.randn(numel), torch.empty(numel, dtype=torch.bfloat16), torch.randn(numel).bfloat16()]
-            master, out, grad = [tensor.pin_memory() if pinned else tensor for tensor in tensors]
-            optimizer = Adam([master])
-            if ratio != 1.0:
-                optimizer.hybrid = HybridUpdate(AdamLane(device, own_kernels), ratio)
-
-            def step(
-                optimizer: Adam = optimizer, master: Tensor = master, grad: Tensor = grad, out: Tensor = out
-            ) -> None:
-                optimizer.step_shard(optimizer.param_groups[0], master, grad, grad_scale=1.0, out=out)
-
-            step()
-            if pinned:  # like the engine's states
-                state = optimizer.state[master]
-                state.update({key: value.pin_memory() for key, value in state.items() if isinstance(value, Tensor)})
-            found = milliseconds(step, 8)
-            host_ratio = 1.0 if optimizer.hybrid is None else optimizer.hybrid.host_ratio
-            kind = "pinned" if pinned else "pageable"
-            asked = "measured" if ratio is None else str(ratio)
-            run.add(f"update, {kind}, ratio {asked}", found, "ms", note=f"{host_ratio:.2f} of it by the host")
-
-
 # -- several processes
 
 
@@ -569,7 +532,7 @@ def train_largest(run: Run, names: Sequence[str]) -> None:
 PARTS: dict[str, Callable[[Run], None]] = {
     part.__name__: part
     for part in (
-        *(machine, start, tests, promise, kernels, waits, overlap, memory, lane),
+        *(machine, start, tests, promise, kernels, waits, overlap, memory),
         *(ranks, meshes, sanitizer, side_by_side, largest),
     )
 }

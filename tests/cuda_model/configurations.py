@@ -14,8 +14,7 @@ from tests.cuda_model.network_size import Size
 Config = Mapping[str, Any]
 
 _CPU = {"device": "cpu"}
-_CORES = {**_CPU, "ratio": 1.0}  # only the host's cores update
-_IN_STEP = {**_CORES, "update_during": "step"}  # so that forward and backward can be timed without the update
+_IN_STEP = {**_CPU, "update_during": "step"}  # so that forward and backward can be timed without the update
 _FILE = {"device": "nvme", "nvme_path": "."}  # the model writes nothing there
 _PARAMETER_FILE = {**_FILE, "max_in_cpu": 0}
 # The engine gathers every unit before each use, prefetches some, and keeps none.
@@ -88,8 +87,7 @@ _LAYERS_TRAVEL = {"stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 
 # Layers of a 70B network: two of them exceed the default of stage3_max_live_parameters.
 _HUGE = Size(layers=4, width=8192, inner=28672, tokens=8192, vocabulary=32000)
 _SHORT = Size(layers=2, tokens=32)
-_BOTH_ON_HOST = {"offload_param": _CPU, "offload_optimizer": _CORES, **_TRAVELS}
-_SMALL_TILES = {"zeroaccel.offload.device_lane._TILE_NUMEL": 1 << 15}
+_BOTH_ON_HOST = {"offload_param": _CPU, "offload_optimizer": _CPU, **_TRAVELS}
 _SMALL_CHUNKS = {f"zeroaccel.checkpoint.{name}.CHUNK_NBYTES": 1 << 16 for name in ("rank_file", "rank_file_writer")}
 _TWO_CHUNKS = {"checkpoint": {"async_save": True, "staging_nbytes": 1 << 17}}
 _ASYNC_SAVE = {"checkpoint": {"async_save": True}}
@@ -112,12 +110,12 @@ CASES: Mapping[str, Case] = {
     "stage 1, accumulation": Case(config(1, accumulation=2), 4),
     "stage 3, accumulation": Case(config(3, accumulation=2, **_TRAVELS), 4),
     # offload to host memory
-    "stage 2, optimizer on the host": Case(config(2, offload_optimizer=_CORES)),
-    "stage 2, optimizer on the host, several ranks": Case(config(2, offload_optimizer=_CORES), 4),
+    "stage 2, optimizer on the host": Case(config(2, offload_optimizer=_CPU)),
+    "stage 2, optimizer on the host, several ranks": Case(config(2, offload_optimizer=_CPU), 4),
     "stage 2, optimizer on the host, small buckets": Case(
-        config(2, reduce_bucket_size=30_000, offload_optimizer=_CORES), 4
+        config(2, reduce_bucket_size=30_000, offload_optimizer=_CPU), 4
     ),
-    "stage 2, optimizer on the host, accumulation": Case(config(2, accumulation=2, offload_optimizer=_CORES), 4),
+    "stage 2, optimizer on the host, accumulation": Case(config(2, accumulation=2, offload_optimizer=_CPU), 4),
     "stage 3, parameters on the host": Case(config(3, offload_param=_CPU, **_TRAVELS), 4),
     "stage 3, both on the host": Case(config(3, **_BOTH_ON_HOST)),
     "stage 3, both on the host, several ranks": Case(config(3, **_BOTH_ON_HOST), 4),
@@ -126,31 +124,16 @@ CASES: Mapping[str, Case] = {
         config(
             3,
             offload_param={**_CPU, "pin_memory": False},
-            offload_optimizer={**_CORES, "pin_memory": False},
+            offload_optimizer={**_CPU, "pin_memory": False},
             **_TRAVELS,
         ),
         4,
     ),
     "stage 2, update during the next step": Case(
-        config(2, offload_optimizer={**_CORES, "update_during": "next_step"}), 4
+        config(2, offload_optimizer={**_CPU, "update_during": "next_step"}), 4
     ),
     "stage 3, both on the host, update during the next step": Case(
-        config(3, offload_param=_CPU, offload_optimizer={**_CORES, "update_during": "next_step"}, **_TRAVELS), 4
-    ),
-    # updates of host memory that the device shares
-    "stage 2, half of each update on the device": Case(
-        config(2, offload_optimizer={**_CPU, "ratio": 0.5}), 2, size=_MEDIUM
-    ),
-    "stage 3, both on the host, a measured part of each update on the device": Case(
-        config(3, offload_param=_CPU, offload_optimizer={**_CPU, "update_during": "step"}, **_TRAVELS),
-        2,
-        size=_MEDIUM,
-    ),
-    "stage 2, half of each update on the device during the next step": Case(
-        config(2, offload_optimizer={**_CPU, "ratio": 0.5, "update_during": "next_step"}), 2, size=_MEDIUM
-    ),
-    "stage 2, half of each update on the device, small tiles": Case(
-        config(2, offload_optimizer={**_CPU, "ratio": 0.5}), 2, size=_MEDIUM, sizes=_SMALL_TILES
+        config(3, offload_param=_CPU, offload_optimizer={**_CPU, "update_during": "next_step"}, **_TRAVELS), 4
     ),
     # offload to files
     "stage 2, states in files": Case(config(2, offload_optimizer=_FILE), 4),
@@ -275,7 +258,7 @@ def _peak(
 ) -> tuple[str, Peak]:
     sections: dict[str, Any] = {}
     if optimizer == "cpu":
-        sections["offload_optimizer"] = _CORES
+        sections["offload_optimizer"] = _CPU
     if param == "cpu":
         sections["offload_param"] = _CPU
     tree = config(stage, precision, accumulation=accumulation, **sections)
@@ -310,8 +293,6 @@ SLOW = frozenset(
         "evaluation before the step, both on the host",
         "stage 1, tp",
         "stage 3, ep",
-        "stage 2, half of each update on the device",
-        "stage 3, both on the host, a measured part of each update on the device",
         "stage 3, both on the host, two buffers for a unit",
         "stage 3, both on the host, unpinned",
         "stage 3, pp",
@@ -335,7 +316,6 @@ SLOW = frozenset(
         "full parameters read and written",
         "two engines",
         "stage 3, defaults",
-        "stage 2, half of each update on the device, small tiles",
         "a checkpoint saved in the background, both on the host",
         "overlap, stage 2, optimizer on the host",
         "overlap, stage 3 on 8 ranks, layers of 70B",

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from zeroaccel.checkpoint.rank_file_writer import RankFileWriter
     from zeroaccel.comm.collective_tracker import MessageWork
     from zeroaccel.comm.collectives import Collectives
-    from zeroaccel.offload.device_lane import AdamLane
-    from zeroaccel.ops.device_kernels import DeviceKernels
     from zeroaccel.zero.grad_norm import DeviceStats
     from zeroaccel.zero.grad_reducer import GradReducer
     from zeroaccel.zero.param_unit import ParamUnit
@@ -164,27 +162,10 @@ def _refill(replacements: Replacements) -> None:
     _with(f"{_WRITER}.Staging", "release", _put_nothing_back)(replacements)
 
 
-def _on_default_stream(original: Callable[..., Any], kernels: DeviceKernels, *arguments: Any) -> None:
-    import torch
-
-    if sys._getframe(2).f_code.co_name == "_tile":
-        with torch.cuda.stream(torch.cuda.default_stream(arguments[1][0].device)):
-            original(kernels, *arguments)
-    else:
-        original(kernels, *arguments)
-
-
 def _select_nothing(replacements: Replacements) -> None:
     from zeroaccel.ops import device_threads
 
     replacements.set(device_threads, "_select", lambda device: None)
-
-
-def _streams_of_current_device(original: Callable[..., Any], lane: AdamLane, *arguments: Any) -> Any:
-    import torch
-
-    lane._streams = [torch.cuda.Stream() for _ in range(2)]
-    return original(lane, *arguments)
 
 
 def _copies_on_current_device(original: Callable[..., Any], writer: RankFileWriter) -> None:
@@ -336,7 +317,6 @@ _UNIT, _SECONDARY = "zeroaccel.zero.param_unit.ParamUnit", "zeroaccel.zero.stora
 _WRITER = "zeroaccel.checkpoint.rank_file_writer"
 _COPY_STREAM = "zeroaccel.zero.storage.copy_stream.CopyStream"
 _TRACKER = "zeroaccel.comm.collective_tracker"
-_SMALL_TILES = "stage 2, half of each update on the device, small tiles"
 _SMALL_CHUNKS = "a checkpoint saved in the background, small chunks"
 _BOTH, _BACKGROUND = "stage 3, both on the host", "a checkpoint saved in the background"
 
@@ -390,11 +370,6 @@ BUGS: Mapping[str, Bug] = {
     "weights are used before their update": Bug(
         "stage 3, both on the host",
         _without("tests.cuda_model.model_threads._Result", "result", "zero/update_thread.py", "install", 0.0),
-        "not ordered after",
-    ),
-    "the device's part of an update is used before it is back": Bug(
-        "stage 2, half of each update on the device",
-        _no_synchronize("offload/device_lane.py", "wait"),
         "not ordered after",
     ),
     "the host reads the norm before it has come": Bug(
@@ -468,21 +443,10 @@ BUGS: Mapping[str, Bug] = {
         "stage 3, hpZ", _with(_SECONDARY, "drop", lambda original, secondary: None), "STALE COPY"
     ),
     "a chunk is filled again during its write": Bug(_SMALL_CHUNKS, _refill, "not ordered after"),
-    "a kernel of the lane runs on the wrong stream": Bug(
-        _SMALL_TILES, _with("zeroaccel.ops.device_kernels.DeviceKernels", "update", _on_default_stream), "AFTER"
-    ),
     "weights are copied to the device before they have arrived on the host": Bug(
         "stage 3, parameters on the host",
         _with("zeroaccel.zero.storage.copy_stream.CopyStream", "_await_writes", lambda original, copies: None),
         "READ AFTER WRITE",
-    ),
-    "only one of the lane's streams is waited for": Bug(
-        _SMALL_TILES, _no_stream_wait("offload/device_lane.py", "start"), "not ordered after"
-    ),
-    "streams of the current instead of the engine's device": Bug(
-        "stage 2, half of each update on the device during the next step",
-        _both(_select_nothing, _with("zeroaccel.offload.device_lane.AdamLane", "start", _streams_of_current_device)),
-        "ANOTHER DEVICE: a stream",
     ),
     "a checkpoint is copied on a stream of the current device": Bug(
         _BACKGROUND,
@@ -491,9 +455,6 @@ BUGS: Mapping[str, Bug] = {
     ),
     "the end of a checkpoint's copies is recorded on another stream": Bug(
         _BACKGROUND, _with(f"{_WRITER}.DeviceChunkCopies", "mark", _event_of_default_stream), "READ AFTER WRITE"
-    ),
-    "the thread of an update selects no device": Bug(
-        "stage 2, half of each update on the device during the next step", _select_nothing, "ANOTHER DEVICE: the choice"
     ),
     "the threads of a save select no device": Bug(_BACKGROUND, _select_nothing, "ANOTHER DEVICE: the choice"),
     "a thread waits for the current device": Bug(

@@ -51,12 +51,6 @@ MORE_WAITS: dict[str, int] = {
     "stage 3, both on the host, two buffers for a unit": 2,
     "stage 2, update during the next step": 2,
     "stage 3, both on the host, update during the next step": 2,
-    # The device updates a part of each of six buffers, and the measured time determines the next part.
-    "stage 2, half of each update on the device": 8,
-    "stage 2, half of each update on the device during the next step": 14,
-    "stage 2, half of each update on the device, small tiles": 8,
-    # In every second one of the first updates the host works alone.
-    "stage 3, both on the host, a measured part of each update on the device": 5,
     # Weights go to a file from host memory after they have arrived there.
     "stage 2, states in files": 2,
     "stage 2, states in files, update during the next step": 2,
@@ -95,7 +89,6 @@ LOCKS: dict[str, int] = {
     # The first update that overlaps with another step's gradients needs a second slab for them.
     "stage 2, update during the next step": 1,
     "stage 3, both on the host, update during the next step": 1,
-    "stage 2, half of each update on the device during the next step": 1,
     "stage 2, states in files, update during the next step": 1,
     # One buffer is less than a unit and the next one need, so that some exceed the budget.
     "stage 3, parameters in files, one buffer": 2,
@@ -147,7 +140,6 @@ def test_a_step_has_these_counts(name: str, outcome_of: Outcomes) -> None:
 _OF_ANY_DEVICE = (
     "stage 3, both on the host, several ranks",
     "stage 3, both in files",
-    "stage 2, half of each update on the device, small tiles",
     "stage 2, activations on the host",
     "a checkpoint saved in the background, small chunks",
     "stage 3, qwZ, qgZ and hpZ",

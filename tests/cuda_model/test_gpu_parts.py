@@ -18,7 +18,6 @@ _FIGURES = {
     "start": "third step",
     "promise": "SGD with momentum, stage 3, both on host",
     "kernels": "dequantize_add int4",
-    "lane": "update, pageable, ratio measured",
     "ranks": "",
     "largest": "",
     "waits": "waits of the host, stage 3, both on host",

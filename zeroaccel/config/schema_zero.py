@@ -93,7 +93,7 @@ class OffloadOptimizer(ConfigSection):
     update_during: UpdateDuring = "auto"
     """"step" updates in step(), "forward" in the next forward (same results), "next_step" one step late."""
     ratio: Fraction | None = None
-    """Fraction of each update on the host's cores, 0 to 1; by default measured if a CUDA device can do the rest."""
+    """The host's share of each update, 0 to 1; the host does all of it."""
     super_offload: Flag = False
     """Use a schedule for machines with a fast link between host and device (stage 3)."""
     convert_grad_on_cpu: Flag = True

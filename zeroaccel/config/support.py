@@ -196,6 +196,7 @@ _TABLE: Mapping[str, SupportStatus] = {
     "zero_optimization.offload_param.device": SupportStatus(Kind.WORKS, idle=_no_shards_to_offload, depends=_STAGE),
     "zero_optimization.offload_optimizer.device": SupportStatus(Kind.WORKS, idle=_no_states_to_offload, depends=_STAGE),
     "zero_optimization.offload_optimizer.fast_init": _ignored("creating a file reserves its space without writing"),
+    "zero_optimization.offload_optimizer.ratio": _ignored("the host updates everything, with the same results"),
     "zero_optimization.offload_optimizer.super_offload": _unsupported(
         "the host updates in the usual order; update_during sets the time"
     ),

@@ -21,7 +21,6 @@ from zeroaccel.errors import UsageError
 from zeroaccel.ops import moments
 from zeroaccel.ops.device_kernels import MANY, DeviceKernels, kernels_for
 from zeroaccel.ops.dispatch import array_of, launch
-from zeroaccel.ops.hybrid_update import HybridUpdate
 from zeroaccel.ops.number_formats import Array
 from zeroaccel.ops.residual import SplitMasters
 from zeroaccel.ops.updates import BLOCK_NUMEL
@@ -147,8 +146,6 @@ class ShardOptimizer(NativeOptimizer):
     kernel: ClassVar[Callable[..., None]]
     block_kernel: ClassVar[Callable[..., None] | None] = None
     """The kernel for moments in 8-bit blocks."""
-    hybrid: HybridUpdate | None = None
-    """Shares updates of host memory with a device; for Adam with float32 moments."""
     host_memory: HostMemory | None = None
     """Allocates states of parameters in host memory; None for torch's allocator."""
     moments: ClassVar[Mapping[str, bool]] = {}
@@ -302,10 +299,8 @@ class ShardOptimizer(NativeOptimizer):
         flat_grad = grad.detach().contiguous().view(-1)
         if param.device.type != "cpu":
             self._update_on_device(flats, flat_grad, scalars, control)
-        elif self.hybrid is None or parts is not None:
-            self._update_on_cpu(flats, flat_grad, scalars, parts)
         else:
-            self._update_hybrid(self.hybrid, flats, flat_grad, scalars)
+            self._update_on_cpu(flats, flat_grad, scalars, parts)
         for tensor, flat in zip(written, flats, strict=True):
             if tensor is None or flat is None:
                 continue
@@ -367,14 +362,6 @@ class ShardOptimizer(NativeOptimizer):
             states += [parts.residuals, parts.ties]
             reads += [parts.weights, parts.residuals, parts.ties]
         launch("update", numel, bind, reads=reads, writes=states if out is None else [*states, out])
-
-    def _update_hybrid(
-        self, hybrid: HybridUpdate, written: Sequence[Tensor | None], grad: Tensor, scalars: Sequence[np.generic]
-    ) -> None:
-        def on_host(parts: Sequence[Tensor], part: Tensor) -> None:
-            self._update_on_cpu([*parts, *[None] * (len(written) - len(parts))], part, scalars)
-
-        hybrid.run([flat for flat in written if flat is not None], grad, scalars, on_host)
 
     def _update_on_device(
         self, written: Sequence[Tensor | None], grad: Tensor, scalars: Sequence[np.generic], control: Tensor | None

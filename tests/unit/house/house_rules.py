@@ -137,7 +137,6 @@ SMALL_MODULES = {
     "zeroaccel/ops/changed.py": "a compiled loop, next to the others whose files its cache depends on",
     "zeroaccel/accelerate/beside_accelerate.py": "the one file that changes another library's modules, and undoes it",
     "cli/launch/launch_memory.py": "files that outlive processes; `agent.py` handles processes",
-    "zeroaccel/offload/device_lane.py": "streams and copies, from which `ops` and the importing tables are independent",
 }
 # Modules of zeroaccel/zero/ from the bottom; a module imports from its own row and below.
 ENGINE_LAYERS: tuple[tuple[str, ...], ...] = (

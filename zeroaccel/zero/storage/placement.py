@@ -22,15 +22,11 @@ from zeroaccel.config.schema_zero import OffloadOptimizer, OffloadParam
 from zeroaccel.config.shard_plan import Residence, TierPlan, UpdateTime
 from zeroaccel.errors import ConfigError
 from zeroaccel.logs import logger
-from zeroaccel.offload.device_lane import AdamLane
 from zeroaccel.offload.file_io import IoSettings
 from zeroaccel.offload.host_buffers import HostBuffers, aligned_nbytes, empty_on_host, return_freed_memory
 from zeroaccel.offload.nvme import NvmeTier
 from zeroaccel.offload.offload_folder import OffloadFolder, examine_folder
 from zeroaccel.offload.tier import HostTier, Tier
-from zeroaccel.ops.device_kernels import kernels_for
-from zeroaccel.ops.elementwise import Adam
-from zeroaccel.ops.hybrid_update import HybridUpdate
 from zeroaccel.ops.shard_step import ShardOptimizer, ShardStep
 from zeroaccel.optim.optimizer_copy import element_states
 from zeroaccel.zero.layout import FlatLayout
@@ -518,44 +514,15 @@ def plan_tiers(
     """Returns the tiers of an engine, not open yet, and prepares the optimizer for offloaded masters.
 
     Raises:
-        ConfigError: see `TierSet`; or the optimizer does not support `ratio` or `update_during`.
+        ConfigError: see `TierSet`; or the optimizer does not support `update_during`.
     """
     tiers = TierSet(rules, plans, optimizer, device)
     if optimizer is not None and rules.optimizer != "device":
         section = f"{rules.where}.offload_optimizer"
-        share_updates(optimizer, rules.optimizer_section.ratio, device, section)
         _check_update_time(optimizer, rules.optimizer_section.update_during, section)
     if tiers.pins_states and tiers.swapper is None and isinstance(optimizer, ShardOptimizer):
         optimizer.host_memory = partial(empty_on_host, pinned=True)
     return tiers
-
-
-def share_updates(optimizer: Optimizer, ratio: float | None, device: torch.device, where: str) -> None:
-    """Lets an optimizer that steps in host memory use the device for a part of each update (DeepSpeed's Twin-Flow).
-
-    Args:
-        ratio: the host's share of each update; None measures the best share, if the optimizer supports sharing.
-        device: compute device of the engine. On a CPU the host updates everything.
-        where: path of `offload_optimizer` in the config.
-
-    Raises:
-        ConfigError: `ratio` is below 1, and sharing is not supported.
-    """
-    if ratio == 1.0:
-        return
-    if device.type == "cpu":
-        if ratio is not None:
-            logger.info("%s.ratio has no effect on a CPU: the host updates everything", where)
-        return
-    missing = "Adam or AdamW with fp32 moments"
-    if isinstance(optimizer, Adam) and optimizer.moments_dtype == "fp32":
-        kernels = kernels_for(device)
-        if kernels is not None:
-            optimizer.hybrid = HybridUpdate(AdamLane(device, kernels), ratio)
-            return
-        missing = f"kernels on {device}, which could not be compiled (see the log)"
-    if ratio is not None:
-        raise ConfigError(f"{where}.ratio", expected="1.0", got=ratio, fix=f"a ratio below 1 requires {missing}")
 
 
 def _check_update_time(optimizer: Optimizer, during: UpdateTime, where: str) -> None:

@@ -553,8 +553,7 @@ class ResidualMasters(SwappedMasters):
 
     @property
     def _takes_parts(self) -> bool:
-        # A kernel that shares its update with a device needs joined masters, which the device can copy.
-        return isinstance(self._optimizer, ShardOptimizer) and self._optimizer.hybrid is None
+        return isinstance(self._optimizer, ShardOptimizer)
 
     def _parts(self, group: SubGroup, buffer: Tensor) -> SplitMasters:
         return SplitMasters(self.shard.read(group.range), *_residuals(group, buffer))
