@@ -74,14 +74,20 @@ class Dealing:
         """Returns the groups of a rank, of `groups` in all."""
         return groups_of(self.share(rank), self.heads, groups)
 
-    def tokens(self, source: int, rank: int, run: int) -> list[int]:
-        """Returns which of the tokens of rank `source`, a run of s, rank `rank` has of its heads."""
-        first = source * run
-        return [
-            token - first
-            for piece in self.pieces(rank, run)
-            for token in range(max(piece.start, first), min(piece.stop, first + run))
-        ]
+    def spans(self, source: int, rank: int, run: int) -> list[range]:
+        """Returns which of the tokens of rank `source`, a run of s, rank `rank` has of its heads, in order.
+
+        Example:
+            >>> Dealing(heads=2, ranks=2).spans(0, 1, run=5), Dealing(1, 2, in_rings=True).spans(0, 1, run=4)
+            ([range(0, 5)], [range(2, 3), range(3, 4)])
+        """
+        first, end = source * run, (source + 1) * run
+        spans = (range(max(piece.start, first), min(piece.stop, end)) for piece in self.pieces(rank, run))
+        return [range(span.start - first, span.stop - first) for span in spans if span]
+
+    def count(self, source: int, rank: int, run: int) -> int:
+        """Returns the number of tokens in `spans`."""
+        return sum(map(len, self.spans(source, rank, run)))
 
     def pieces(self, rank: int, run: int) -> list[range]:
         """Returns the tokens of a rank in the whole sequence: all, or the pieces of one that shares its heads."""
@@ -137,7 +143,7 @@ def to_heads(group: SequenceGroup, dealing: Dealing, dealt: Sequence[Dealt], lab
                 item = dealt[index]
                 sent = _taken(front, 0, item.places(dealing, rank))
                 if item.in_ring:
-                    sent = _taken(sent, 1, dealing.tokens(group.rank, rank, front.shape[1]))
+                    sent = _cut(sent, dealing.spans(group.rank, rank, front.shape[1]))
                 own.append(sent.reshape(-1))
             parts.append(torch.cat(own))
             shapes.append(
@@ -165,18 +171,20 @@ def to_heads(group: SequenceGroup, dealing: Dealing, dealt: Sequence[Dealt], lab
 def to_tokens(group: SequenceGroup, dealing: Dealing, own: Dealt, run: int, label: str) -> Tensor:
     """Returns this rank's tokens of all heads, from its heads over all tokens. Differentiable. (all ranks)"""
     front = _front(own)
-    counts = [len(dealing.tokens(rank, group.rank, run)) for rank in range(group.size)]
+    counts = [dealing.count(rank, group.rank, run) for rank in range(group.size)]
     parts = [part.reshape(-1) for part in front.split(counts, 1)]
-    tokens = [dealing.tokens(group.rank, rank, run) for rank in range(group.size)]
-    shapes = [(len(dealing.share(rank)), len(tokens[rank]), *front.shape[2:]) for rank in range(group.size)]
+    spans = [dealing.spans(group.rank, rank, run) for rank in range(group.size)]
+    shapes = [(len(dealing.share(rank)), sum(map(len, spans[rank])), *front.shape[2:]) for rank in range(group.size)]
     received = group.exchange_parts(parts, list(map(math.prod, shapes)), label)
     pieces = [part.view(shape) for part, shape in zip(received, shapes, strict=True)]
     together = dealing.ring_size
     if together > 1:
         shares = []
         for first in range(0, group.size, together):
-            order = torch.tensor(list(itertools.chain(*tokens[first : first + together])), device=front.device)
-            shares.append(torch.cat(pieces[first : first + together], 1).index_select(1, order.argsort()))
+            places = list(itertools.chain(*spans[first : first + together]))
+            split = torch.cat(pieces[first : first + together], 1).split(list(map(len, places)), 1)
+            order = sorted(range(len(places)), key=lambda index: places[index].start)
+            shares.append(torch.cat([split[index] for index in order], 1))
         pieces = shares
     assert own.heads is not None, "the outputs of an operation have heads"
     return torch.cat(pieces, 0).movedim((0, 1), (own.heads, own.tokens))
@@ -190,8 +198,14 @@ def _front(item: Dealt) -> Tensor:
 
 
 def _received(item: Dealt, front: Tensor, dealing: Dealing, source: int, rank: int) -> tuple[int, ...]:
-    tokens = len(dealing.tokens(source, rank, front.shape[1])) if item.in_ring else front.shape[1]
+    tokens = dealing.count(source, rank, front.shape[1]) if item.in_ring else front.shape[1]
     return (len(item.places(dealing, rank)), tokens, *front.shape[2:])
+
+
+def _cut(tensor: Tensor, spans: Sequence[range]) -> Tensor:
+    """Returns spans of dim 1, one after the other; a single one without a copy."""
+    parts = [tensor.narrow(1, span.start, len(span)) for span in spans]
+    return parts[0] if len(parts) == 1 else torch.cat(parts or [tensor[:, :0]], 1)
 
 
 def _taken(tensor: Tensor, dim: int, places: list[int]) -> Tensor:

@@ -137,7 +137,7 @@ def sequence_traffic(
     def between(source: int, rank: int) -> int:
         # Queries go there, and outputs come back; keys and values go to all ranks that read them.
         shared = len(dealing.groups(rank, key_heads))
-        tokens = len(dealing.tokens(source, rank, run))
+        tokens = dealing.count(source, rank, run)
         in_ring = 2 * ring_tokens(dealing, run, band, source, rank) + ring_tokens(dealing, run, band, rank, source)
         return head * (2 * tokens * (len(dealing.share(rank)) + shared) + shared * in_ring)
 

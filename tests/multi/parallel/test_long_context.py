@@ -145,6 +145,10 @@ SWEPT = [
     for heads, keys in ((7, 7), (12, 3), (14, 7), (28, 4), (2, 1))
     for sp, stage in ((2, 3), (4, 1), (8, 3))
     for attention, kind, what in (("sdpa", "Llama", "padded"), ("eager", "Mistral", "packed"))
+] + [
+    (heads, keys, attention, kind, "for three ranks", 3, 3, {})
+    for heads, keys in ((7, 7), (12, 3), (14, 7), (28, 4), (2, 1))
+    for attention, kind in (("sdpa", "Llama"), ("eager", "Mistral"))
 ]
 
 
