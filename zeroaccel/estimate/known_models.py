@@ -107,5 +107,8 @@ CONFIGS: Mapping[str, ModelConfig] = {
 }
 """Model configs by name, from the published config.json of each model."""
 
-READ_PICTURES = ("gemma-3-4b", "gemma-3-12b", "gemma-3-27b", "llama-4-scout", "llama-4-maverick")
+READ_PICTURES = (
+    *("gemma-3-4b", "gemma-3-12b", "gemma-3-27b", "llama-4-scout", "llama-4-maverick"),
+    *("qwen3.5-27b", "qwen3.6-27b"),
+)
 """Models with a vision tower and a projector, which the estimate omits."""

@@ -121,6 +121,7 @@ def compare(accelerator: Any, folder: str) -> None:
             length = 11 if accelerator.num_processes == 1 else 6
             place = f"{folder}/{name} {kind}"
             orders = saving(accelerator, loader, place, {(0, 2), (1, 3), (1, length)})
+            accelerator.wait_for_everyone()  # rank 0 writes the model that all load
             for epoch, batch in ((0, 2), (1, 3), (1, length)):
                 first, skip = (epoch + 1, 0) if batch == length else (epoch, batch)
                 again = resumed(accelerator, prepared(accelerator, kind, 9), f"{place}/{epoch}_{batch}", first, skip)

@@ -393,7 +393,7 @@ def test_a_plugin_stores_frozen_matrices_as_codes(said_by: str, monkeypatch: pyt
 
 
 def test_a_plugin_names_codes_that_there_are_not() -> None:
-    with refused(ConfigError, "ZeroPlugin(frozen_weights='nf3')", "'int8', 'nf4' or 'mxfp4'"):
+    with refused(ConfigError, "ZeroPlugin(frozen_weights='nf3')", "'int8', 'nf4', 'mxfp4' or 'codes'"):
         ZeroPlugin(frozen_weights="nf3")  # type: ignore[arg-type]
 
 
