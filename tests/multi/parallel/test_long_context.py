@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
+from importlib import import_module, reload
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -283,3 +287,61 @@ def test_a_step_is_the_mean_over_its_tokens(ranks: Ranks) -> None:
     for own_losses, own_norm in ranks(4).run(_items, 4):
         assert own_losses == pytest.approx(losses, rel=1e-6)
         assert own_norm == pytest.approx(norm, rel=1e-6)
+
+
+# family -> where a package has its kernel, the kernel's parameters, and transformers' function of the same meaning
+KERNELS = {
+    "qwen3_next": (
+        ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
+        "q k v g beta scale=None initial_state=None output_final_state=False use_qk_l2norm_in_kernel=False "
+        "cu_seqlens=None",
+        "torch_chunk_gated_delta_rule",
+    ),
+    "mamba2": (
+        ("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined"),
+        "x dt A B C chunk_size D=None z=None dt_bias=None initial_states=None seq_idx=None dt_softplus=False "
+        "dt_limit=(0.0,float('inf')) return_final_states=False",
+        "mamba2_chunk_scan",
+    ),
+}
+
+
+def _with_kernel(family: str, what: str) -> tuple[Any, list[torch.Size]]:
+    """Returns the results of an engine whose model finds a package's kernel, and the shapes that the kernel got."""
+    (place, name), parameters, own = KERNELS[family]
+    modeling = import_module(f"transformers.models.{family}.modeling_{family}")
+    computed, shapes = inspect.unwrap(getattr(modeling, own)), []
+
+    def compute(values: dict[str, Any]) -> Any:
+        shapes.append(next(iter(values.values())).shape)
+        names = dict(zip(("q", "k", "v", "x"), ("query", "key", "value", "hidden_states"), strict=True))
+        values = {names.get(name, name): value for name, value in values.items()}
+        return computed(
+            **{name: value for name, value in values.items() if name in inspect.signature(computed).parameters}
+        )
+
+    packages: dict[str, ModuleType] = {}
+    for part in place.split("."):
+        whole = f"{next(reversed(packages), '')}.{part}".lstrip(".")
+        packages[whole] = ModuleType(whole)
+        if parent := packages.get(whole.rpartition(".")[0]):
+            setattr(parent, part, packages[whole])
+    spaces: dict[str, Any] = {"compute": compute}
+    exec(f"def {name}({', '.join(parameters.split())}): return compute(dict(locals()))", spaces)
+    setattr(packages[place], name, spaces[name])
+    sys.modules.update(packages)
+    try:
+        reload(modeling)
+        return _cut("family", (family,), what, 2, 3, {}), shapes
+    finally:
+        for package in packages:
+            del sys.modules[package]
+        reload(modeling)
+
+
+@pytest.mark.parametrize("family", sorted(KERNELS))
+def test_kernels_of_packages_get_whole_sequences_of_some_heads(ranks: Ranks, family: str) -> None:
+    loss, norm, _ = _plain(_family(family), "padded")
+    for (own_loss, own_norm, _), shapes in ranks(2).run(_with_kernel, family, "padded"):
+        assert (own_loss, own_norm) == (pytest.approx(loss, rel=1e-6), pytest.approx(norm, rel=1e-6))
+        assert shapes[-1][1] == LENGTH, shapes  # before, the check at the start runs layers on each rank's tokens
