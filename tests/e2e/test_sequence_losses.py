@@ -29,6 +29,8 @@ ALL = [
     for accumulation in (1, 3)
     if not (program == "sft" and batch == "packed" and model != "llama")  # needs kernels that keep documents apart
 ]
+# 11 packed samples: accelerate's loader of several processes fills the last micro-batch with a repeated one.
+ALL.remove("sft:llama:packed:3")
 ON_FOUR = ["trainer:llama:padded:4", "sft:qwen3_next:padded:4"]
 
 
