@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from zeroaccel.checkpoint.plain_codec import preserved_random_state, random_state, restore_random_state
+from zeroaccel.errors import CheckpointError
 from zeroaccel.logs import logger
 
 _CPU = torch.device("cpu")
@@ -113,7 +114,7 @@ def loading(original: Callable[..., Any]) -> Callable[..., Any]:
         folder = bound["input_dir"]
         path = next((p for rank in (bound["process_index"], 0) if (p := _file(folder, rank)).is_file()), None)
         if path is not None:
-            for loader, note in zip(bound["dataloaders"], torch.load(path, weights_only=True), strict=False):
+            for loader, note in zip(bound["dataloaders"], _read(path), strict=False):
                 if hasattr(loader, "iteration"):
                     _restore(loader, note)
         return result
@@ -123,6 +124,19 @@ def loading(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _file(folder: Any, rank: int) -> Path:
     return Path(folder, f"loader_positions_{rank}.bin")
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    try:
+        notes: list[dict[str, Any]] = torch.load(path, weights_only=True)
+    except Exception as error:  # torch.load raises many kinds
+        raise CheckpointError(
+            f"load_state: {path}",
+            expected="the positions of this rank's loaders",
+            got=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
+            fix="load an older state, or delete the file: the loaders then begin an epoch in another order",
+        ) from error
+    return notes
 
 
 def _note(loader: Any) -> dict[str, Any]:

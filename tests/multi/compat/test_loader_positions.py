@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 
 from tests.support.job import JobResult, run_job
+from tests.support.refusals import refused
+from zeroaccel.compat.loader_positions import loading
+from zeroaccel.errors import CheckpointError
 
 pytest.importorskip("accelerate")
 SCRIPT = "tests/multi/compat/resumed_loaders.py"
@@ -43,3 +46,12 @@ def _of_all(orders: dict[int, list[list[list[int]]]], epoch: int) -> list[list[i
     """Returns the batches of an epoch in the order of one process."""
     rounds = zip(*(orders[rank][epoch] for rank in sorted(orders)), strict=True)
     return [batch for batches in rounds for batch in batches]
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04half", b"text"])
+def test_a_damaged_file_is_named(content: bytes, tmp_path: Path) -> None:
+    def load(input_dir: Path, process_index: int, dataloaders: list[Any]) -> None: ...
+
+    (tmp_path / "loader_positions_0.bin").write_bytes(content)
+    with refused(CheckpointError, f"load_state: {tmp_path}/loader_positions_0.bin", "delete the file"):
+        loading(load)(tmp_path, 0, [])

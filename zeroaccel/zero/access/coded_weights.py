@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from zeroaccel.errors import UsageError
+from zeroaccel.logs import logger
 from zeroaccel.zero.access.lazy_tensors import Box, LazyTensor, Loaded, Node, Stored, is_pure, raw_bytes, read_into
 from zeroaccel.zero.tensor_subclasses import is_watched, mark_codes
 
@@ -186,7 +187,10 @@ def as_codes(name: str, value: Tensor, dtype: torch.dtype, device: torch.device)
     sources = [each for each in nodes if isinstance(each, Stored) or (isinstance(each, Loaded) and _nbytes(each) > 256)]
     total = sum(map(_nbytes, sources))
     is_coded = any(node.dtype.itemsize == 1 for node in sources)
-    if not is_coded or total > _MOST * value.numel() * dtype.itemsize or not all(map(is_pure, nodes)):
+    if not is_coded:
+        return None
+    if total > _MOST * value.numel() * dtype.itemsize or not all(map(is_pure, nodes)):
+        logger.warning("%s is decoded while loading: its values come from %d bytes of codes", name, total)
         return None
     sources.sort(key=lambda node: -node.dtype.itemsize)  # aligns each to its own item size
     replacements: dict[int, Node] = {}
