@@ -334,7 +334,7 @@ def slowest_rank(positions: Sequence[float], waited: Sequence[float], script: Se
     for shares, words in ((waited, "waits {} % of the time for data"), (script, _BETWEEN_CALLS)):
         late = max(range(len(shares)), key=shares.__getitem__)
         others = max((share for rank, share in enumerate(shares) if rank != late), default=None)
-        if others is not None and shares[late] - others > 0.05:
+        if others is not None and shares[late] - others > TIME_MARGIN:
             return f"slowest rank {late}: {words.format(round(100 * shares[late]))}, the others {100 * others:.0f} %"
     mean = sum(positions) / len(positions)
     most = max(range(len(positions)), key=positions.__getitem__)
@@ -342,6 +342,9 @@ def slowest_rank(positions: Sequence[float], waited: Sequence[float], script: Se
         return f"slowest rank {most}: {positions[most] / mean:.2f}x the mean tokens"
     return ""
 
+
+#: A rank is named for its time if its share of it is larger than that of every other rank by this much.
+TIME_MARGIN = 0.05
 
 _BETWEEN_CALLS = "spends {} % of the time between calls of the engine"
 
