@@ -428,7 +428,7 @@ class EngineCore(ModelWrapper):
         # ZeRO-2 and 3 reduce each micro-step and keep a shard; 0 and 1 accumulate unreduced gradients (1/accumulation
         # of the traffic, for N instead of S elements) and reduce in the last backward.
         is_last = self._step.is_last_backward = self._step.syncs and self.is_gradient_accumulation_boundary()
-        self.grad_reducer.begin(reduce=self.settings.plan.grads or is_last)
+        self.grad_reducer.begin(reduce=self.settings.plan.grads or is_last, is_last=is_last)
 
     def _end_backward(self) -> None:
         self._coordinator.pass_rest()

@@ -4,16 +4,17 @@ A floating-point sum depends on its order, so squares are summed as integers (`o
 it the clipping, has the same bits for every layout, world size, stage and device.
 
 [Note: boundary] If the optimizer steps in host memory, the host computes the norm and knows the factor before the
-update (`stats_on_host`). On an accelerator the host would have to wait twice for all pending work of the device.
-There everything stays on the device (`check_on_device`): the norm, the agreement of the ranks, the factor, and the
-decision to skip the step, which the update's kernels read from memory. The host launches all of it, then the update,
-and reads the outcome once, later, while the update runs; or never, if nothing on the host depends on it.
+update (`stats_on_host`), mostly from sums of the time when gradients arrived (`grad_reducer.py`). On an accelerator
+the host would have to wait twice for all pending work of the device. There everything stays on the device
+(`check_on_device`): the norm, the agreement of the ranks, the factor, and the decision to skip the step, which the
+update's kernels read from memory. The host launches all of it, then the update, and reads the outcome once, later,
+while the update runs; or never, if nothing on the host depends on it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.ops.device_values import read_values
-from zeroaccel.ops.reductions import max_abs, max_abs_into, norm_exponent, norm_from, square_sums, square_sums_into
+from zeroaccel.ops.reductions import max_abs_into, norm_exponent, norm_from, square_sums_into
 from zeroaccel.ops.step_control import finalize, largest_of_facts, write_facts
 
 FACTS_LABEL, NORM_LABEL = "gradient overflow check", "gradient norm"  # names of the collectives in hang messages
@@ -198,21 +199,18 @@ class RankDigests:
     order: int = 0
 
 
-def join_facts_on_host(
-    shards: Sequence[Tensor], digests: RankDigests, collectives: Collectives, device: torch.device
-) -> Tensor:
+def join_facts_on_host(largest: float, digests: RankDigests, collectives: Collectives, device: torch.device) -> Tensor:
     """Returns the facts of all ranks, (8,) float64 in host memory, as `step_control.write_facts`.
 
     Needs one small all-reduce, or two in a pipeline: histories are compared within a stage, since each stage issues its
     own collectives.
 
     Args:
-        shards: the mean gradients of this rank's own elements, in host memory, any float dtype, any number.
+        largest: magnitude of this rank's own elements of the mean gradients; inf if one is not finite.
         device: compute device of the ranks, over which the facts travel.
     """
     # One collective answers five questions: an overflow anywhere, three digests as (value, -value), so that one maximum
     # gives the largest and the smallest of each, and a stop request anywhere.
-    largest = max((max_abs(shard) for shard in shards), default=0.0)
     history, settings, order = digests.history, digests.settings, digests.order
     values = [largest, history, -history, settings, -settings, digests.stop, order, -order]
     facts = torch.tensor(values, dtype=torch.float64)
@@ -247,7 +245,7 @@ def join_facts_on_device(largest: Tensor, digests: RankDigests, collectives: Col
 
 def stats_on_host(
     facts: Tensor,
-    counted: Sequence[Tensor | None],
+    counted: Sequence[Callable[[int], tuple[int, int]] | None],
     collectives: Collectives,
     device: torch.device,
     *,
@@ -258,7 +256,8 @@ def stats_on_host(
 
     Args:
         facts: the facts of all ranks, in host memory.
-        counted: the shards that enter the norm; None for one that counts on another rank, which holds the same.
+        counted: for each shard that enters the norm, its `square_sums` by exponent; None for one that counts on another
+            rank, which holds the same.
         device: compute device of the ranks, over which the sums travel.
         norm: compute the norm too.
         norms: compute the norm of each gradient too; all ranks have the same number of them.
@@ -274,9 +273,9 @@ def stats_on_host(
     # Every rank scales by the power of two above the global maximum, so no square exceeds its 50 bits.
     exponent = norm_exponent(largest)
     rows = torch.zeros(len(counted) if norms else 1, 2, dtype=torch.int64)
-    for index, shard in enumerate(counted):
-        if shard is not None:
-            rows[index if norms else 0] += torch.tensor(square_sums(shard, exponent), dtype=torch.int64)
+    for index, square_sums in enumerate(counted):
+        if square_sums is not None:
+            rows[index if norms else 0] += torch.tensor(square_sums(exponent), dtype=torch.int64)
     _all_reduce(rows.view(-1), "sum", NORM_LABEL, collectives.job, device)
     high, low = rows.sum(0).tolist()
     each = _norms(rows, exponent) if norms else ()
@@ -313,8 +312,12 @@ def check_on_device(
 ) -> DeviceStats:
     """Computes the statistics of gradients on `device`, without waiting, with the same bits as in host memory.
 
-    It issues two small all-reduces on the device; the second has no effect if the first found a difference. The
-    arguments are those of `join_facts_on_host` and `stats_on_host`.
+    It issues two small all-reduces on the device; the second has no effect if the first found a difference.
+
+    Args:
+        shards: the mean gradients of this rank's own elements, any float dtype, any number.
+        counted: those that enter the norm; None for one that counts on another rank, which holds the same.
+        norm, norms: see `stats_on_host`.
     """
     largest = torch.zeros(1, dtype=torch.int32, device=device)
     for shard in shards:
