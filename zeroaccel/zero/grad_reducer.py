@@ -59,6 +59,7 @@ from zeroaccel.zero.storage.copy_stream import CopyHandle, CopyStream
 from zeroaccel.zero.tensor_subclasses import local_grad
 
 _PENDING_NUMEL = 1 << 18  # elements of a buffer's pending gradients that trigger their common copy
+_FINAL_LIMIT = 2  # reductions in flight on a CPU while `GradReducer.on_final` waits for their results
 _D2H_LIMIT = 2  # reduced gradients that stay on the device during their copy to the host, besides the newest
 
 
@@ -278,6 +279,7 @@ class GradReducer:
         self._expected: frozenset[int] | None = None
         self.facts: Tensor | None = None
         self.changes = 0
+        self._on_final: Callable[[GradientBuffer], None] | None = None
         self._largest: Tensor | None = None  # (1,) int32, over gradients that go to the host unchanged
         self._expected_largest: float | None = None
         self._exponents: tuple[int, ...] = ()  # for which this backward examines what arrives; those of `_sums`
@@ -308,14 +310,18 @@ class GradReducer:
         if 0.0 < largest < math.inf:
             self._expected_largest = largest
 
-    def begin(self, *, reduce: bool, is_last: bool = False) -> None:
+    def begin(
+        self, *, reduce: bool, is_last: bool = False, on_final: Callable[[GradientBuffer], None] | None = None
+    ) -> None:
         """Starts a backward.
 
         Args:
             reduce: reduce in this backward; False only adds to the flat gradients.
             is_last: it is the last backward of a step.
+            on_final: called with each buffer whose shard has the gradient of the whole step, as early as possible; late
+                gradients may still change it (`_reduce_late`), and a program.
         """
-        self._reducing = reduce
+        self._reducing, self._on_final = reduce, on_final
         self._next = 0
         self.facts = self._largest = self._sums = None
         known = self._expected_largest if is_last else None
@@ -393,6 +399,7 @@ class GradReducer:
             found = [join(self._largest), *([] if self._sums is None else [self._sums])]
             joined = [self._copies.to_host(each, DONE) for each in found]
         self._land_copies()
+        self._on_final = None
         if joined:
             self.facts, *sums = [each.landed() for each in joined]
             for gradients, row in zip(self.gradients, sums[0].tolist() if sums else (), strict=False):
@@ -438,6 +445,7 @@ class GradReducer:
 
     def clear(self) -> None:
         """Drops every gradient, waiting for the reductions in flight."""
+        self._on_final = None
         self._drain(0)
         self._land_copies()
         self._late.clear()
@@ -512,6 +520,11 @@ class GradReducer:
         self._drain_finished()
         if not self._rules.overlap:
             self._drain(0)
+        elif self._on_final is not None and self._copies is None:
+            # gloo does not tell whether a reduction is complete.
+            self._drain(math.inf, 0 if work is DONE else _FINAL_LIMIT)
+        elif self._on_final is not None:
+            self._land_copies(wait=False)
 
     def _examine(self, gradients: GradientBuffer, reduced: Tensor) -> None:
         if self._largest is not None:
@@ -535,9 +548,9 @@ class GradReducer:
         ranks = gradients.buffer.holders(self._collectives)
         return reduced, ranks.reduce_scatter(reduced, flat, label, self._rules.postscale, layout.uneven_sizes)
 
-    def _drain(self, limit_numel: int) -> None:
-        """Waits for the oldest reductions until at most `limit_numel` elements are in flight."""
-        while self._inflight and self._inflight_numel > limit_numel:
+    def _drain(self, limit_numel: float, limit: float = math.inf) -> None:
+        """Waits for the oldest reductions until at most `limit_numel` elements and `limit` reductions are in flight."""
+        while self._inflight and (self._inflight_numel > limit_numel or len(self._inflight) > limit):
             reduce = self._next_inflight()
             if self._copies is None:
                 with named_range("wait for reduce", reduce.gradients.name):
@@ -575,8 +588,17 @@ class GradReducer:
                 break
             copy.drop_source()
 
-    def _land_copies(self) -> None:
-        """Waits for all copies to host memory, once."""
+    def _land_copies(self, *, wait: bool = True) -> None:
+        """Waits for all copies to host memory: once, or for each if `_on_final` uses it meanwhile.
+
+        Args:
+            wait: False lands only those that are complete.
+        """
+        while self._pending_d2h and self._on_final is not None:
+            if not (wait or self._pending_d2h[0][1].is_copied):
+                return
+            gradients, copy = self._pending_d2h.popleft()
+            self._accumulate(gradients, copy.wait())
         if self._pending_d2h:
             assert self._copies is not None, "copies to the host without a stream"
             self._copies.finish()
@@ -599,6 +621,8 @@ class GradReducer:
             known = max((g.examined.largest for g in self.gradients if g.examined is not None), default=0.0)
             left = [exponent for exponent in self._exponents if math.ldexp(1.0, exponent) > known]
             gradients.examined = examine(gradients.shard, left)
+        if self._on_final is not None:
+            self._on_final(gradients)
 
     def _reduce_late(self) -> None:
         """Reduces the buffers with late gradients again. Ranks agree on it, because they run the same graph."""
