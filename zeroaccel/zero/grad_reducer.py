@@ -21,9 +21,11 @@ computation waits for the oldest copy.
 
 [Note: norm of arriving gradients] A host that steps needs the largest magnitude of all gradients and, for the exponent
 that follows from it, their sums of squares (`ops/reductions.py`): two passes at the boundary. The exponent rarely moves
-by more than one from step to step. So in the last backward of a step each reduced gradient is examined when it arrives,
-in one pass for the exponent of the last step and its neighbours: on the device if it goes to the host unchanged, else
-on the host. Only other exponents need a second pass, at the boundary. Integers add to the same sum in any order.
+by more than one from step to step. So in the last backward of a step each reduced gradient is examined in one pass when
+it arrives: on the device, if it goes to the host unchanged, for the exponent of the last step and its neighbours; else
+on the host, for that of the last step or of a larger gradient that has arrived, because sums for the neighbours cost
+the host more time than a second pass now and then. Gradients without the sum for the exponent need one at the boundary.
+Integers add to the same sum in any order.
 
 The reduced gradient has the communication dtype until a second one is added, then the accumulation dtype.
 """
@@ -49,6 +51,7 @@ from zeroaccel.ops.reductions import (
     exponents_around,
     max_abs,
     max_abs_into,
+    norm_exponent,
     square_sums,
     square_sums_into,
 )
@@ -282,7 +285,7 @@ class GradReducer:
         self._on_final: Callable[[GradientBuffer], None] | None = None
         self._largest: Tensor | None = None  # (1,) int32, over gradients that go to the host unchanged
         self._expected_largest: float | None = None
-        self._exponents: tuple[int, ...] = ()  # for which this backward examines what arrives; those of `_sums`
+        self._exponents: tuple[int, ...] = ()  # for which this backward sums squares; those of `_sums`
         self._magnitudes: dict[int, Tensor] = {}  # of `_below`
         self._sums: Tensor | None = None  # (gradients, exponents, 2) int64, of gradients that go to the host unchanged
 
@@ -617,10 +620,9 @@ class GradReducer:
                 gradients.shard = gradients.shard.to(dtype)
             gradients.shard.add_(reduced)
         if self._exponents and self._sums is None and gradients.shard.device.type == "cpu":
-            # Exponents below the largest magnitude so far are out of the question.
-            known = max((g.examined.largest for g in self.gradients if g.examined is not None), default=0.0)
-            left = [exponent for exponent in self._exponents if math.ldexp(1.0, exponent) > known]
-            gradients.examined = examine(gradients.shard, left)
+            found = [g.examined.largest for g in self.gradients if g.examined is not None]
+            largest = max(value for value in (self._expected_largest or 0.0, *found) if value < math.inf)
+            gradients.examined = examine(gradients.shard, [norm_exponent(largest)])
         if self._on_final is not None:
             self._on_final(gradients)
 
