@@ -324,14 +324,13 @@ class TierSet:
         Args:
             needs: of all ranks.
         """
-        budget, sizes = self._rules.optimizer_section.spare_budget, self._spare_plan.sizes
+        setting, sizes = self._rules.optimizer_section.spare_budget, self._spare_plan.sizes
         rooms: dict[str, int] = {}
         for host in {need.disk[0] for need in needs}:
             here = [need for need in needs if need.disk[0] == host]
             rooms[host] = (min(need.free_nbytes for need in here) - sum(need.nbytes for need in here)) // len(here)
-        if budget == "auto":
-            budget = min(rooms.values())
-        elif min(rooms.values()) < 0:
+        budget = min(rooms.values()) if setting == "auto" else setting
+        if setting != "auto" and min(rooms.values()) < 0:
             short = min(rooms, key=rooms.__getitem__)
             raise ConfigError(
                 self._spare_key,
