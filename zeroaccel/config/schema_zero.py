@@ -15,6 +15,7 @@ from pydantic import BeforeValidator
 from zeroaccel.config.section import (
     AUTO,
     AlsoSpelled,
+    BytesOrAuto,
     ConfigSection,
     Count,
     Flag,
@@ -92,8 +93,10 @@ class OffloadOptimizer(ConfigSection):
     """Create the files of "nvme" without writing them first."""
     update_during: UpdateDuring = "auto"
     """"step" updates in step(), "forward" in the next forward (same results), "next_step" one step late."""
-    ratio: Fraction | None = None
-    """The host's share of each update, 0 to 1; the host does all of it."""
+    ratio: Fraction = 1.0
+    """Share of the parameters that the host updates, 0 to 1; masters and states of the others stay on the device."""
+    device_budget: BytesOrAuto | None = None
+    """Bytes of masters and states that stay on the device, such as "4GB"; "auto" takes its memory free after a step."""
     super_offload: Flag = False
     """Use a schedule for machines with a fast link between host and device (stage 3)."""
     convert_grad_on_cpu: Flag = True
