@@ -102,6 +102,8 @@ def test_a_share_on_the_device_gives_the_same_bits(
     ranks: Ranks, tmp_path: Path, world: int, stage: int, states: str, name: str
 ) -> None:
     times = {"step": SHARES, "forward": SHARES[2:3], "next_step": SHARES[2:]}
+    if states == "cpu":
+        times["backward"] = SHARES[2:3]
     wholes = [_settings(tmp_path, stage, CASES[name], states, update_during=during) for during in times]
     shares = [
         [_settings(tmp_path, stage, CASES[name], states, update_during=during, **share) for share in of_time]
