@@ -742,8 +742,8 @@ def _watch_routers(report: StepReport, model: nn.Module, collectives: Collective
     )
 
 
-def _update_times(optimizer: ShardedOptimizer | None) -> Callable[[], tuple[float, float, float]]:
-    return lambda: (0.0, 0.0, 0.0) if optimizer is None else optimizer.times
+def _update_times(optimizer: ShardedOptimizer | None) -> Callable[[], tuple[float, ...]]:
+    return lambda: (0.0,) * 5 if optimizer is None else optimizer.times
 
 
 def _offload_report(tiers: TierSet, optimizer: ShardedOptimizer | None) -> OffloadReport:

@@ -153,7 +153,7 @@ def _clipping_needs_norm(config: Config) -> _Found:
         )
 
 
-@_check("zero_optimization.stage", "zero_optimization.offload_optimizer")
+@_check("zero_optimization.stage", "zero_optimization.offload_optimizer", "data_types.master_weights")
 def _updates_on_the_host(config: Config) -> _Found:
     """Finds `update_during` without an update on the host."""
     offload = config.zero_optimization.offload_optimizer
@@ -166,6 +166,14 @@ def _updates_on_the_host(config: Config) -> _Found:
             path,
             text=f'"{offload.update_during}" applies to updates on the host, but {where}',
             fix=f'{_TO_HOST[offload.device == "none"]}, or update_during to "step"',
+        )
+    residual = config.data_types.master_weights == "residual"
+    if offload.update_during == "backward" and (offload.device == "nvme" or residual):
+        where = 'data_types.master_weights is "residual"' if residual else 'offload_optimizer.device is "nvme"'
+        yield Problem(
+            path,
+            text=f'"backward" updates whole fp32 masters in memory, but {where}',
+            fix='set the key to "auto"',
         )
 
 

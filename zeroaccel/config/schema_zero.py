@@ -38,15 +38,13 @@ def _stage(value: object) -> int:
     raise wrong("0, 1, 2 or 3")
 
 
-def _update_time(value: object) -> object:
-    if lowered(value) == "backward":
-        raise wrong('"forward", with the same bits: an update during backward could not be clipped or skipped')
-    return lowered(value)
-
-
 Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_stage)]
 Device = Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(lowered)]
-UpdateDuring = Annotated[Literal["auto", "step", "forward", "next_step"], BeforeValidator(_update_time)]
+UpdateDuring = Annotated[Literal["auto", "step", "forward", "backward", "next_step"], BeforeValidator(lowered)]
+Budget = Annotated[
+    int | Literal["auto"],
+    checked(lambda value: value == AUTO or (type(value) is int and value >= 0), '"auto" or a number of bytes'),
+]
 FrozenFormat = Annotated[Literal["int8", "nf4", "mxfp4", "codes"], BeforeValidator(lowered)]
 Interval = Annotated[
     int | Literal["auto"],
@@ -91,7 +89,10 @@ class OffloadOptimizer(ConfigSection):
     fast_init: Flag = False
     """Create the files of "nvme" without writing them first."""
     update_during: UpdateDuring = "auto"
-    """"step" updates in step(), "forward" in the next forward (same results), "next_step" one step late."""
+    """"step" updates in step(); "forward" in the next forward and "backward" before step(), with the same results;
+    "next_step" one step late."""
+    spare_budget: Budget = "auto"
+    """Bytes of host memory per rank for updates in "backward"; "auto" is all that they can use, if it is free."""
     ratio: Fraction | None = None
     """The host's share of each update, 0 to 1; the host does all of it."""
     super_offload: Flag = False

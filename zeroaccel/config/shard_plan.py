@@ -15,8 +15,9 @@ from zeroaccel.errors import ConfigError
 Residence = Literal["device", "host", "nvme"]
 """Storage of tensors between uses: on the model's device, in host memory, or in files."""
 
-UpdateTime = Literal["auto", "step", "forward", "next_step"]
-"""Time of the update of masters on the host: in `step()`, in the next forward, or during the next step."""
+UpdateTime = Literal["auto", "step", "forward", "backward", "next_step"]
+"""Time of the update of masters on the host: in `step()`, in the forward after it, in the backward before it, or during
+the next step."""
 
 _RESIDENCES: dict[Literal["none", "cpu", "nvme"], Residence] = {"none": "device", "cpu": "host", "nvme": "nvme"}
 

@@ -8,6 +8,7 @@ ranks, stages or tiers, and steps do not communicate.
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, overload, runtime_checkable
@@ -32,6 +33,7 @@ HostMemory = Callable[[Sequence[int], torch.dtype], Tensor]
 _GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TILE_NUMEL = 1 << 25  # limits the float32 copy of a 16-bit gradient on devices other than the CPU to 128 MiB
 _ROUNDED_TILE_NUMEL = 1 << 22  # the limit for moments with rounding, which needs some int64 temporaries
+_COPIED_NUMEL = 1 << 15  # elements of an update out of place that are copied at a time: they stay in a core's cache
 
 
 @runtime_checkable
@@ -104,6 +106,13 @@ def batches_alike(
 
 class NativeOptimizer(torch.optim.Optimizer):
     """The `step(closure)` of torch.optim; a subclass implements `_step_group`."""
+
+    # torch hides these methods from torch.compile, for which it imports its compiler at the first call: 1.5 seconds
+    # in each process. The engine's optimizers run outside of compiled code.
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    load_state_dict = inspect.unwrap(torch.optim.Optimizer.load_state_dict)
+    state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -273,11 +282,14 @@ class ShardOptimizer(NativeOptimizer):
         grad_scale: float | Tensor,
         out: Tensor | None,
         parts: SplitMasters | None = None,
+        sources: Mapping[int, Tensor] | None = None,
     ) -> None:
         """See `ShardStep.step_shard`.
 
         Args:
             parts: the masters in their parts, in host memory; `param` then has their shape and state, but no values.
+            sources: for an update out of place, in host memory: id of `param` or of a state -> the tensor that has its
+                values before the step.
         """
         self._check(param, grad, out)
         control = grad_scale if isinstance(grad_scale, Tensor) else None
@@ -300,7 +312,8 @@ class ShardOptimizer(NativeOptimizer):
         if param.device.type != "cpu":
             self._update_on_device(flats, flat_grad, scalars, control)
         else:
-            self._update_on_cpu(flats, flat_grad, scalars, parts)
+            olds = [None if tensor is None else (sources or {}).get(id(tensor)) for tensor in written[:-1]]
+            self._update_on_cpu(flats, flat_grad, scalars, parts, [_flat(old) for old in olds])
         for tensor, flat in zip(written, flats, strict=True):
             if tensor is None or flat is None:
                 continue
@@ -336,7 +349,8 @@ class ShardOptimizer(NativeOptimizer):
         written: Sequence[Tensor | None],
         grad: Tensor,
         scalars: Sequence[np.generic],
-        parts: SplitMasters | None = None,
+        parts: SplitMasters | None,
+        olds: Sequence[Tensor | None],
     ) -> None:
         kernel = type(self).block_kernel if self._in_blocks(written) else type(self).kernel
         assert kernel is not None, f"{type(self).__name__} has no kernel for moments in blocks"
@@ -353,11 +367,23 @@ class ShardOptimizer(NativeOptimizer):
             if parts is not None:
                 return parts.bind(update)
             assert master is not None, "a master in memory, or its parts"
-            return lambda start, stop: update(master[start:stop], start, stop)
+            pairs = zip([master, *states], olds, strict=True)
+            copies = [(new, array_of(old)) for new, old in pairs if new is not None and old is not None]
+            if not copies:
+                return lambda start, stop: update(master[start:stop], start, stop)
+
+            def update_copy(start: int, stop: int) -> None:
+                for first in range(start, stop, _COPIED_NUMEL):
+                    last = min(first + _COPIED_NUMEL, stop)
+                    for new, old in copies:
+                        _span(new, numel, first, last)[:] = _span(old, numel, first, last)
+                    update(master[first:last], first, last)
+
+            return update_copy
 
         *state, out = written
         states = [flat for flat in state if flat is not None]
-        reads = [*states, grad]
+        reads = [*states, grad, *(old for old in olds if old is not None)]
         if parts is not None:
             states += [parts.residuals, parts.ties]
             reads += [parts.weights, parts.residuals, parts.ties]

@@ -182,7 +182,7 @@ def _bind_reductions(optimizer: object, collectives: Collectives) -> None:
 def _open_tiers(tiers: TierSet, collectives: Collectives) -> None:
     """Opens the tiers of all ranks, or of none. (all ranks)"""
     # Each rank reserves its file now, and the ranks of a node check together that the disk has room for all of them.
-    needs = collectives.gather_objects(tiers.needs(), "space for offload") if tiers.can_fail else []
+    needs = collectives.gather_objects(tiers.needs(), "space for offload") if tiers.has_needs else []
     with agreed(collectives, "initialize: open the tiers"):
         tiers.open(list(chain(*needs)))
 

@@ -23,7 +23,7 @@ from zeroaccel.comm.transport import Meter
 from zeroaccel.offload.file_io import Direction
 from zeroaccel.offload.tier import Tier
 
-UpdateTimes = Callable[[], tuple[float, float, float]]
+UpdateTimes = Callable[[], tuple[float, ...]]
 """Seconds of all updates so far: the total, the part that waited for a tier, and the overlapped part."""
 
 _PHASES = {"forward": "forward", "backward": "backward", "reduce": "reduce", "step": "update"}
@@ -68,7 +68,8 @@ class OffloadTimes(NamedTuple):
     """Times and transfers of some steps.
 
     Attributes:
-        update: seconds of all updates: the total, the part that waited for a tier, and the overlapped part.
+        update: seconds of all updates: the total, the part that waited for a tier, and the overlapped part; then
+            `ShardedOptimizer.early_numel` and `kept_numel`.
         moved: (name of a tier, direction) -> bytes, and seconds with a transfer in flight.
     """
 

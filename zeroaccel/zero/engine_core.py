@@ -296,8 +296,7 @@ class EngineCore(ModelWrapper):
         check = self._check_gradients(norm=self.settings.compute_norm or self.settings.clipping > 0)
         for unit in self.units:
             unit.drop_copies()
-        # Unscale by the loss scale of this step's backwards: the scale changes only after the update.
-        rule = FactorRule(self.loss_scale.value, self.settings.clipping, boundary.factor, self.settings.skip_overflow)
+        rule = self._factor_rule()
         try:
             factor = boundary.decide(check, rule, self.global_steps, late=late)
             yield factor
@@ -366,6 +365,8 @@ class EngineCore(ModelWrapper):
         self.grad_reducer.finish()
 
     def _drop_gradients(self) -> None:
+        if self.weight_update is not None:
+            self.weight_update.drop_early()
         self.grad_reducer.clear()
         if self._boundary is not None:
             self._boundary.clear()
@@ -428,7 +429,15 @@ class EngineCore(ModelWrapper):
         # ZeRO-2 and 3 reduce each micro-step and keep a shard; 0 and 1 accumulate unreduced gradients (1/accumulation
         # of the traffic, for N instead of S elements) and reduce in the last backward.
         is_last = self._step.is_last_backward = self._step.syncs and self.is_gradient_accumulation_boundary()
-        self.grad_reducer.begin(reduce=self.settings.plan.grads or is_last)
+        on_final = None
+        if is_last and self.weight_update is not None:
+            on_final = self.weight_update.begin_early(self._factor_rule().unclipped)
+        self.grad_reducer.begin(reduce=self.settings.plan.grads or is_last, on_final=on_final)
+
+    def _factor_rule(self) -> FactorRule:
+        # Unscale by the loss scale of this step's backwards: the scale changes only after the update.
+        most = self._require_boundary("step").factor
+        return FactorRule(self.loss_scale.value, self.settings.clipping, most, self.settings.skip_overflow)
 
     def _end_backward(self) -> None:
         self._coordinator.pass_rest()

@@ -81,6 +81,11 @@ class FactorRule:
     most: float = 1.0
     skips_overflow: bool = True
 
+    @property
+    def unclipped(self) -> float:
+        """The factor if the step is neither skipped nor clipped."""
+        return min(1.0, self.most) / self.loss_scale
+
     def factor(self, stats: GradStats) -> float | None:
         """Returns the factor for gradients with these statistics; None if the step is skipped.
 

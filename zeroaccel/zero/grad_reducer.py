@@ -24,6 +24,7 @@ The reduced gradient has the communication dtype until a second one is added, th
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -43,6 +44,7 @@ from zeroaccel.zero.storage.copy_stream import CopyHandle, CopyStream
 from zeroaccel.zero.tensor_subclasses import local_grad
 
 _PENDING_NUMEL = 1 << 18  # elements of a buffer's pending gradients that trigger their common copy
+_FINAL_LIMIT = 2  # reductions in flight on a CPU while `GradReducer.on_final` waits for their results
 _D2H_LIMIT = 2  # reduced gradients that stay on the device during their copy to the host, besides the newest
 
 
@@ -247,6 +249,7 @@ class GradReducer:
         self._expected: frozenset[int] | None = None
         self.facts: Tensor | None = None
         self.changes = 0
+        self._on_final: Callable[[GradientBuffer], None] | None = None
         self._largest: Tensor | None = None  # (1,) int32, over gradients that go to the host unchanged
 
     @property
@@ -268,13 +271,15 @@ class GradReducer:
         """
         self._expected = params
 
-    def begin(self, *, reduce: bool) -> None:
+    def begin(self, *, reduce: bool, on_final: Callable[[GradientBuffer], None] | None = None) -> None:
         """Starts a backward.
 
         Args:
             reduce: reduce in this backward; False only adds to the flat gradients.
+            on_final: called with each buffer whose shard has the gradient of the whole step, as early as possible; late
+                gradients may still change it (`_reduce_late`), and a program.
         """
-        self._reducing = reduce
+        self._reducing, self._on_final = reduce, on_final
         self._next = 0
         self.facts = self._largest = None
         leaves = self._copies is not None and self._copies.pinned and reduce
@@ -345,6 +350,7 @@ class GradReducer:
             self._copies.join()
             joined = self._copies.to_host(join(self._largest), DONE)
         self._land_copies()
+        self._on_final = None
         if joined is not None:
             self.facts = joined.landed()
 
@@ -383,6 +389,7 @@ class GradReducer:
 
     def clear(self) -> None:
         """Drops every gradient, waiting for the reductions in flight."""
+        self._on_final = None
         self._drain(0)
         self._land_copies()
         self._late.clear()
@@ -457,6 +464,11 @@ class GradReducer:
         self._drain_finished()
         if not self._rules.overlap:
             self._drain(0)
+        elif self._on_final is not None and self._copies is None:
+            # gloo does not tell whether a reduction is complete.
+            self._drain(math.inf, 0 if work is DONE else _FINAL_LIMIT)
+        elif self._on_final is not None:
+            self._land_copies(wait=False)
 
     def _examine(self, reduced: Tensor) -> None:
         if self._largest is not None:
@@ -471,9 +483,9 @@ class GradReducer:
         ranks = gradients.buffer.holders(self._collectives)
         return reduced, ranks.reduce_scatter(reduced, flat, label, self._rules.postscale, layout.uneven_sizes)
 
-    def _drain(self, limit_numel: int) -> None:
-        """Waits for the oldest reductions until at most `limit_numel` elements are in flight."""
-        while self._inflight and self._inflight_numel > limit_numel:
+    def _drain(self, limit_numel: float, limit: float = math.inf) -> None:
+        """Waits for the oldest reductions until at most `limit_numel` elements and `limit` reductions are in flight."""
+        while self._inflight and (self._inflight_numel > limit_numel or len(self._inflight) > limit):
             reduce = self._next_inflight()
             if self._copies is None:
                 with named_range("wait for reduce", reduce.gradients.name):
@@ -511,8 +523,17 @@ class GradReducer:
                 break
             copy.drop_source()
 
-    def _land_copies(self) -> None:
-        """Waits for all copies to host memory, once."""
+    def _land_copies(self, *, wait: bool = True) -> None:
+        """Waits for all copies to host memory: once, or for each if `_on_final` uses it meanwhile.
+
+        Args:
+            wait: False lands only those that are complete.
+        """
+        while self._pending_d2h and self._on_final is not None:
+            if not (wait or self._pending_d2h[0][1].is_copied):
+                return
+            gradients, copy = self._pending_d2h.popleft()
+            self._accumulate(gradients, copy.wait())
         if self._pending_d2h:
             assert self._copies is not None, "copies to the host without a stream"
             self._copies.finish()
@@ -530,6 +551,8 @@ class GradReducer:
             if gradients.shard.dtype is not dtype:
                 gradients.shard = gradients.shard.to(dtype)
             gradients.shard.add_(reduced)
+        if self._on_final is not None:
+            self._on_final(gradients)
 
     def _reduce_late(self) -> None:
         """Reduces the buffers with late gradients again. Ranks agree on it, because they run the same graph."""

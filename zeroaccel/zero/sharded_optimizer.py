@@ -68,6 +68,8 @@ class ShardedOptimizer:
         is_coupled: its rule sums over parameters, so that it steps all of them at once.
         writer: writes new weights to the shards.
         update_seconds, hidden_seconds: duration of all updates so far, in total and during other work.
+        early_numel, kept_numel: elements that `EarlyUpdate` has updated so far, and those of them that it kept.
+        spare_nbytes: bytes of its spare memory.
         group_of: fqn -> index of its param group, for every trainable parameter.
         is_stepping: True within a call of the optimizer's own `step`.
     """
@@ -87,6 +89,7 @@ class ShardedOptimizer:
         self.buffers = tuple(buffers)
         self.is_stepping = False
         self.update_seconds = self.hidden_seconds = 0.0
+        self.early_numel = self.kept_numel = self.spare_nbytes = 0
         self.native = optimizer if isinstance(optimizer, ShardStep) else None
         self.is_coupled = OptimizerKind.COUPLED in kinds.groups
         self.writer = WeightWriter(copies)
@@ -284,10 +287,12 @@ class ShardedOptimizer:
     # -- time
 
     @property
-    def times(self) -> tuple[float, float, float]:
-        """Seconds of all updates so far: in total, waiting for a tier, and during other work."""
+    def times(self) -> tuple[float, ...]:
+        """Seconds of all updates so far: in total, waiting for a tier, and during other work; then `early_numel` and
+        `kept_numel`.
+        """
         waited = self._settled_seconds + sum(buffer.masters.waited_seconds for buffer in self.buffers)
-        return self.update_seconds, waited, self.hidden_seconds
+        return self.update_seconds, waited, self.hidden_seconds, self.early_numel, self.kept_numel
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -327,7 +332,7 @@ class ShardedOptimizer:
         return names, {name: value for name, value in state.items() if name not in hidden and name not in names}
 
     def nbytes(self) -> int:
-        """Returns the bytes in memory of masters that are not the parameters themselves, and of optimizer states."""
+        """Returns the bytes in memory of masters that are not the parameters themselves, of states and of spares."""
         masters = sum(tensor.nbytes for buffer in self.buffers for tensor in buffer.masters.tensors())
         states = sum(
             value.numel() * value.itemsize
@@ -335,7 +340,7 @@ class ShardedOptimizer:
             for value in state.values()
             if isinstance(value, Tensor) and value.dim() > 0 and any(value.stride())  # a stand-in has no strides
         )
-        return masters + states
+        return masters + states + self.spare_nbytes
 
 
 def _set_grad(piece: MasterPiece, grad: FlatTensor, grad_scale: float) -> None:

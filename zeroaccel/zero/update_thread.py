@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -47,10 +47,11 @@ class UpdateThread:
     a scheduler may change them during the updates.
 
     For each step: 1. `begin`, 2. `add` per buffer, in the announced order, 3. `install` of each.
-    Unless it is updated directly, a buffer whose masters are in memory must have them apart from its parameters.
+    Unless it is updated directly or out of place, a buffer whose masters are in memory must have them apart from its
+    parameters.
 
     Args:
-        advance: `WeightUpdate.advance_masters`, which updates the masters of one buffer.
+        advance: `WeightUpdate.advance_masters`, which updates the masters of one buffer, or another such function.
     """
 
     def __init__(self, optimizer: ShardedOptimizer, advance: Callable[..., None], device: torch.device) -> None:
@@ -80,7 +81,7 @@ class UpdateThread:
         assert not self._jobs, "updates begin while others are pending"
         # A copy of the settings: the program's scheduler steps while the thread still updates.
         self._order, self._following = tuple(order), followers(order)
-        self._groups = _hyperparameters(self._optimizer.optimizer.param_groups)
+        self._groups = hyperparameters(self._optimizer.optimizer.param_groups)
         self._grad_scale = grad_scale
         self._failure = None
 
@@ -103,8 +104,11 @@ class UpdateThread:
         """Returns True if an update of the buffer is not installed yet."""
         return id(buffer) in self._jobs
 
-    def install(self, buffer: FlatBuffer) -> None:
+    def install(self, buffer: FlatBuffer, exchange: Callable[[], object] = list) -> None:
         """Waits for the update of a buffer and puts the new weights into its shard.
+
+        Args:
+            exchange: called in between, for an update out of place: makes the new masters the current ones.
 
         Raises:
             OffloadError: a tier failed, or the update itself.
@@ -118,14 +122,16 @@ class UpdateThread:
             waited = time.perf_counter() - begun
         self._optimizer.update_seconds += seconds
         self._optimizer.hidden_seconds += seconds - waited
-        if not job.is_direct:
+        exchange()
+        if not job.is_direct and not buffer.masters.aliases_weights:
             self._optimizer.writer.install(buffer, job.weights)
 
-    def drop(self) -> None:
-        """Waits for pending updates, and drops them."""
-        for job in self._jobs.values():
-            job.done.exception()
-        self._jobs.clear()
+    def drop(self, keep: Collection[int] = ()) -> None:
+        """Drops pending updates, except those of buffers with ids in `keep`, and waits for one that runs."""
+        for key in [key for key in self._jobs if key not in keep]:
+            done = self._jobs.pop(key).done
+            if not done.cancel():
+                done.exception()
         self._release()
 
     def close(self) -> None:
@@ -166,7 +172,9 @@ class UpdateThread:
         return time.perf_counter() - begun
 
 
-def _hyperparameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def hyperparameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns copies of the settings of param groups, which a program may change later."""
+
     def plain(value: Any) -> Any:
         return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else copy.copy(value)
 

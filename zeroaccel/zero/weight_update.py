@@ -1,7 +1,8 @@
 """The update at the boundary of a step: masters, then weights, then gathers of persistent units.
 
 `WeightUpdate` decides when masters are updated: all in `step()`; in the forward after it, unit by unit ([Note: updates
-that the forward awaits]); or during the forward and backward after it, one step late ([Note: one step late]). In
+that the forward awaits]); before it, in the backward, with the forward for the rest (`early_update.py`); or during the
+forward and backward after it, one step late ([Note: one step late]). In
 `step()` the weights are installed buffer by buffer in one order, because the gathers of the ranks need one.
 `update_thread.py` has the thread for updates that run outside `step()`. Neither deals with norms.
 
@@ -35,7 +36,8 @@ from zeroaccel.config.shard_plan import UpdateTime
 from zeroaccel.errors import EngineStateError, OffloadError
 from zeroaccel.logs import logger
 from zeroaccel.telemetry.timeline import span
-from zeroaccel.zero.grad_reducer import GradReducer
+from zeroaccel.zero.early_update import EarlyUpdate
+from zeroaccel.zero.grad_reducer import GradientBuffer, GradReducer
 from zeroaccel.zero.layout import FlatTensor
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer, followers
@@ -79,13 +81,17 @@ class WeightUpdate:
         self._gather_numel = gather_numel
         self._gathers = gathers
         self._tiers = tiers
-        is_possible = gathers and tiers.steps_on_host and during in ("auto", "forward")
+        is_possible = gathers and tiers.steps_on_host and during in ("auto", "forward", "backward")
         self._awaited = [unit for unit in units if is_possible and self._may_wait(unit)]
         self._aliases = {id(buffer): buffer.num_aliases() for unit in self._awaited for buffer in _trained(unit)}
         self._during = self._resolved(during)
+        self._awaits = self._during in ("forward", "backward")
         self._installs = False  # updates of the last step may be left to the forward
         self._failure: OffloadError | None = None
         self._thread = UpdateThread(optimizer, self.advance_masters, collectives.topology.device)
+        self._early: EarlyUpdate | None = None
+        if self._during == "backward":
+            self._early = EarlyUpdate(optimizer, tiers.spares, collectives.topology.device)
 
     @property
     def takes_control(self) -> bool:
@@ -93,6 +99,23 @@ class WeightUpdate:
         return self._during == "step" and self._optimizer.takes_control
 
     # -- the step
+
+    def begin_early(self, factor: float) -> Callable[[GradientBuffer], None] | None:
+        """Prepares for the last backward of a step; returns the call for each final gradient, if it is of use.
+
+        Args:
+            factor: as in `EarlyUpdate.begin`.
+        """
+        if self._early is None:
+            return None
+        add = self._early.begin(factor, [gradient.buffer for gradient in self._reducer.gradients])
+        # An update that no use has awaited may still write what an early one would read.
+        return add and (lambda gradient: None if self._thread.has(gradient.buffer) else add(gradient))
+
+    def drop_early(self) -> None:
+        """Drops early updates that no step has used."""
+        if self._early is not None:
+            self._early.drop()
 
     def replace_weights(self, grad_scale: float | Tensor | None) -> None:
         """Updates with the gradients of this step, or starts to. (all ranks)
@@ -105,16 +128,17 @@ class WeightUpdate:
             OffloadError: a tier failed; on every rank. Masters and weights are a mixture of old and new.
         """
         optimizer, gradients = self._optimizer, self._reducer.gradients
-        if grad_scale is None or self._during == "forward":
+        if grad_scale is None or self._awaits:
             self.finish()
         if grad_scale is None:
-            return
+            return  # the engine drops early updates with the gradients
         if self._during == "next_step":
             assert isinstance(grad_scale, float), "updates on a thread take a number"
             self._start_late(grad_scale)
             optimizer.count_step()
             return
-        later = self._units_for_later() if self._during == "forward" else []
+        early = self._early.judge(grad_scale, gradients) if self._early is not None else set()
+        later = [unit for unit in self._units_for_later() if not any(id(b) in early for b in _trained(unit))]
         waiting = {id(buffer) for unit in later for buffer in _trained(unit)}
         gradients = [gradient for gradient in gradients if id(gradient.buffer) not in waiting]
         own = [each.buffer for each in gradients]
@@ -127,7 +151,9 @@ class WeightUpdate:
             for gradient in gradients:
                 buffer = gradient.buffer
                 with new.weights_of(buffer):
-                    if new.failure is None and not is_updated:
+                    if new.failure is not None or is_updated:
+                        continue
+                    if self._early is None or id(buffer) not in early or not self._early.install(buffer):
                         # The kernel that updates masters also writes the rounded copies, with the masters in cache.
                         with optimizer.timed(), optimizer.writer.new_weights(buffer) as out:
                             groups, then = optimizer.optimizer.param_groups, following.get(id(buffer))
@@ -214,6 +240,8 @@ class WeightUpdate:
         return bool(trained) and plain and self._collectives.everyone.world_size == 1
 
     def _units_for_later(self) -> list[ParamUnit]:
+        if not self._awaits:
+            return []
         # A tensor of the program that shares a parameter's memory would show the old weights, so then no use waits.
         aliases = self._aliases
         return [
@@ -275,6 +303,7 @@ class WeightUpdate:
 
     def forget(self) -> None:
         """Drops an update that failed, before other weights are loaded."""
+        self.drop_early()
         if self._installs:
             self._thread.drop()
             self._installs = False
@@ -355,6 +384,8 @@ class WeightUpdate:
         if self.broken is None:
             self.finish()
         self._thread.close()
+        if self._early is not None:
+            self._early.close()
 
     @contextmanager
     def _new_weights(self, buffers: Sequence[FlatBuffer], *, agrees: bool | None = None) -> Iterator[_NewWeights]:

@@ -20,6 +20,7 @@ from zeroaccel.engine import Engine
 from zeroaccel.errors import EngineStateError
 from zeroaccel.ops.elementwise import Adam
 
+RESIDUAL = {"data_types": {"master_weights": "residual"}}
 PRECISIONS = {"fp32": {}, "bf16": {"bf16": {"enabled": True, "check_grad_overflow": False}}}
 
 
@@ -69,12 +70,15 @@ def _refused(cases: list[dict[str, Any]]) -> list[str]:
 
 def test_settings_without_an_update_at_that_time_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     cases = [
-        (_settings(tmp_path, "backward", 2, "cpu"), 'expected "forward", with the same bits: an update during'),
+        (_settings(tmp_path, "backward", 2, "nvme"), 'masters in memory, but offload_optimizer.device is "nvme"'),
+        (_settings(tmp_path, "backward", 2, "none", offload_optimizer={"update_during": "backward"}), "on the host"),
+        ({**_settings(tmp_path, "backward", 2, "cpu"), **RESIDUAL}, 'data_types.master_weights is "residual"'),
+        ({**_settings(tmp_path, "backward", 2, "cpu"), "client": True}, '"backward": AdamW updates in step() only'),
         (
             _settings(tmp_path, "next_step", 2, "none", offload_optimizer={"update_during": "next_step"}),
             "updates on the host",
         ),
-        (_settings(tmp_path, "now", 2, "cpu"), "'forward' or 'next_step', got 'now'"),
+        (_settings(tmp_path, "now", 2, "cpu"), "'backward' or 'next_step', got 'now'"),
         ({**_settings(tmp_path, "next_step", 2, "cpu"), "client": True}, '"next_step": AdamW updates in step() only'),
     ]
     for told in ranks(2).run(_refused, [case for case, _ in cases]):

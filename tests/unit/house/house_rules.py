@@ -73,9 +73,9 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "parallel": 4650,
     "rollout": 1214,
     "setup": 1481,
-    "telemetry": 1490,
+    "telemetry": 1494,
     "utils": 60,
-    "zero": 9323,
+    "zero": 9592,
 }
 LOOSE_LINES = 100
 MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 7

@@ -356,6 +356,7 @@ class SeparateMasters(MasterStorage):
 
     def load(self, fill: FillRange, flush: Callable[[], None]) -> None:
         fill(self.range, self._masters.values)  # this memory stays allocated, so one flush can serve many storages
+        torch.autograd.graph.increment_version(self._masters.values)
 
     def load_states(self, state_of: Callable[[MasterPiece], dict[str, Any]], flush: Callable[[], None]) -> None:
         for piece in self.pieces:
@@ -372,6 +373,16 @@ class SeparateMasters(MasterStorage):
 
     def as_weights(self, dtype: torch.dtype) -> Tensor | None:
         return self._masters.values if self._masters.values.dtype is dtype else None
+
+    def spare(self) -> Tensor:
+        """Returns separate memory with the values of the masters, for an update out of place."""
+        return empty_on_host((self.range.numel,), torch.float32, pinned=self._pinned).copy_(self._masters.values)
+
+    def exchange(self, values: Tensor) -> Tensor:
+        """Makes `values`, (range.numel,), the masters; returns memory that `values` may become at the next exchange."""
+        before = self._masters.values
+        self._point_at(values)
+        return before
 
 
 class AliasedMasters(SeparateMasters):
@@ -401,6 +412,11 @@ class AliasedMasters(SeparateMasters):
 
     def tensors(self) -> Iterator[Tensor]:
         return iter(())
+
+    def exchange(self, values: Tensor) -> Tensor:
+        self.shard.stage()
+        self._masters.values.copy_(values)
+        return values
 
 
 def _block_part(value: Any, numel: int, part: slice) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -22,6 +22,7 @@ from zeroaccel.config.schema_zero import OffloadOptimizer, OffloadParam
 from zeroaccel.config.shard_plan import Residence, TierPlan, UpdateTime
 from zeroaccel.errors import ConfigError
 from zeroaccel.logs import logger
+from zeroaccel.offload import free_nbytes
 from zeroaccel.offload.file_io import IoSettings
 from zeroaccel.offload.host_buffers import HostBuffers, aligned_nbytes, empty_on_host, return_freed_memory
 from zeroaccel.offload.nvme import NvmeTier
@@ -73,6 +74,7 @@ MASTER_STORAGES: dict[str, Callable[[MasterPlace, StateSwapper], MasterStorage]]
 }
 
 _HOST = torch.device("cpu")
+_MEMORY = -1  # `SpaceNeed.disk` of host memory
 _NO_SWAPPER = StateSwapper(HostTier({}, pinned=False), {})  # for masters in memory
 
 
@@ -156,10 +158,10 @@ class OffloadRules:
 
 @dataclass(frozen=True)
 class SpaceNeed:
-    """The disk space that one file needs, for all ranks to compare.
+    """The disk space that one file needs, or the host memory of one rank with spares, for all ranks to compare.
 
     Attributes:
-        disk: identifier of the disk; equal for files that share free space.
+        disk: machine, and identifier of the disk or `_MEMORY`; equal for files that share free space.
         where: config key of the folder, and the folder.
     """
 
@@ -228,6 +230,7 @@ class TierSet:
         device: compute device of the engine.
         tiers: open tiers, by contents and place: "params, host", "params, nvme", "optimizer, host", "optimizer, nvme".
         swapper: the swapper of masters and optimizer states; None if they stay in memory.
+        spares: keys of the buffers that get spare memory for early updates (`EarlyUpdate`).
         copies: the copy stream between host memory and the device; None on a CPU, or without offload.
 
     Raises:
@@ -248,6 +251,8 @@ class TierSet:
         self.swapper: StateSwapper | None = None
         self._plans: dict[str, _TierPlan] = {}
         self._sub_groups: dict[str, list[SubGroup]] = {}
+        self.spares: Collection[str] = ()
+        self._spare_plan = _SparePlan({}, 0)
         # On a CPU, host and device are one memory: offload to "cpu" then changes only the report.
         offloads = rules.param != "device" or rules.optimizer != "device"
         if offloads and device.type != "cpu":
@@ -263,12 +268,29 @@ class TierSet:
                 _check_one_memory(rules, device)
             if rules.optimizer == "nvme" or rules.splits_masters:
                 self._plan_states([plan for plan in plans if plan.trainable], optimizer, states_of)
+            if rules.optimizer == "host" and rules.optimizer_section.update_during == "backward":
+                self._spare_plan = _spare_plan(plans, optimizer, states_of)
         if rules.param != "device":
             self._plan_shards([plan for plan in plans if not plan.persistent])
 
     def needs(self) -> list[SpaceNeed]:
-        """Returns the disk space that this rank's files need."""
-        return [plan.need for plan in self._plans.values() if isinstance(plan, _FilePlan)]
+        """Returns the disk space that this rank's files need, and the host memory with spares."""
+        needs = [plan.need for plan in self._plans.values() if isinstance(plan, _FilePlan)]
+        if sizes := self._spare_plan.sizes:
+            budget = self._rules.optimizer_section.spare_budget
+            spare = 0 if budget == "auto" else min(budget, sum(sizes.values()))
+            nbytes = self._spare_plan.own_nbytes + spare
+            needs.append(SpaceNeed((platform.node(), _MEMORY), self._spare_key, nbytes, free_nbytes()))
+        return needs
+
+    @property
+    def has_needs(self) -> bool:
+        """True if `needs` may have entries, on any rank."""
+        return self.can_fail or bool(self._spare_plan.sizes)
+
+    @property
+    def _spare_key(self) -> str:
+        return f"{self._rules.where}.offload_optimizer.spare_budget"
 
     def open(self, needs: Sequence[SpaceNeed]) -> None:
         """Allocates memory and disk space.
@@ -279,7 +301,9 @@ class TierSet:
         Raises:
             ConfigError: a disk has less free space than the ranks on it need together.
         """
-        _check_space(needs)
+        _check_space([need for need in needs if need.disk[1] != _MEMORY])
+        if self._spare_plan.sizes:
+            self._choose_spares([need for need in needs if need.disk == (platform.node(), _MEMORY)])
         # The check is complete before memory is allocated, so that a small disk does not fail in the middle of a run.
         section = self._rules.optimizer_section
         for name, plan in self._plans.items():
@@ -293,6 +317,31 @@ class TierSet:
                     pipeline_write=in_file and section.pipeline_write,
                     pinned=plan.pinned,
                 )
+
+    def _choose_spares(self, needs: Sequence[SpaceNeed]) -> None:
+        """Chooses the buffers with spare memory within the budget: first those whose gradients come first.
+
+        Args:
+            needs: of the ranks on this machine.
+        """
+        budget, sizes = self._rules.optimizer_section.spare_budget, self._spare_plan.sizes
+        nbytes, free = sum(need.nbytes for need in needs), min(need.free_nbytes for need in needs)
+        if budget == "auto":
+            budget = (free - nbytes) // len(needs)
+        elif nbytes > free:
+            raise ConfigError(
+                self._spare_key,
+                expected=f"{nbytes} bytes of free memory for masters, states and spares of {len(needs)} ranks here",
+                got=f"{free} bytes free",
+                fix='set it to fewer bytes, or to "auto"; or set update_during to "forward"',
+            )
+        total, chosen = 0, []
+        for key, nbytes in sizes.items():
+            if total + nbytes <= budget:
+                total += nbytes
+                chosen.append(key)
+        self.spares = frozenset(chosen)
+        logger.info("%s: %.3f GB for %d of %d buffers", self._spare_key, total / 1e9, len(chosen), len(sizes))
 
     @property
     def is_used(self) -> bool:
@@ -448,6 +497,35 @@ class TierSet:
             self._plans["params, nvme"] = _file_plan(f"{where}.nvme_path", path, in_files, pinned, budget)
 
 
+@dataclass(frozen=True)
+class _SparePlan:
+    """Memory of early updates.
+
+    Attributes:
+        sizes: key of a buffer -> bytes of its spare masters, states and new weights, in the order of the gradients.
+        own_nbytes: bytes of the masters and states themselves.
+    """
+
+    sizes: Mapping[str, int]
+    own_nbytes: int
+
+
+def _spare_plan(
+    plans: Sequence[BufferPlan],
+    optimizer: Optimizer,
+    states_of: Callable[[int, tuple[int, ...]], Mapping[str, torch.dtype]],
+) -> _SparePlan:
+    sizes, own_nbytes = {}, 0
+    for plan in reversed([plan for plan in plans if plan.trainable]):
+        numel = plan.layout.shard_numel(plan.rank)
+        formats = [state_formats(optimizer, states_of(group, (_TRIED_NUMEL,))) for group in set(plan.param_groups)]
+        of_states = max(sum(state.nbytes(numel) for state in states.values()) for states in formats)
+        own_nbytes += fp32_nbytes(numel) + of_states
+        weights = numel * plan.dtype.itemsize if plan.dtype is not torch.float32 else 0
+        sizes[plan.key] = fp32_nbytes(numel) + of_states + weights
+    return _SparePlan(sizes, own_nbytes)
+
+
 def _file_plan(where: str, path: str | None, sizes: Mapping[str, int], pinned: bool, budget_nbytes: int) -> _FilePlan:
     assert path is not None, f"{where}: no path"
     return _FilePlan(sizes, pinned, where, examine_folder(path, where), budget_nbytes)
@@ -531,7 +609,8 @@ def _check_update_time(optimizer: Optimizer, during: UpdateTime, where: str) -> 
     Raises:
         ConfigError: this optimizer reads hyperparameters and state during the update.
     """
-    if during not in ("auto", "step") and not isinstance(optimizer, ShardStep):
+    kind = ShardOptimizer if during == "backward" else ShardStep
+    if during not in ("auto", "step") and not isinstance(optimizer, kind):
         raise ConfigError(
             f'{where}.update_during "{during}": {type(optimizer).__name__} updates in step() only',
             fix='configure Adam, AdamW, Lion, Adagrad, RMSprop or SGD as "optimizer", or set the key to "step"',

@@ -1,0 +1,242 @@
+"""`EarlyUpdate`: masters updated during the last backward of a step, before it is known whether the step clips.
+
+[Note: early updates] As soon as a buffer has its reduced gradient, a thread updates its masters and states out of
+place, into spare memory, with the factor of a step that neither clips nor overflows. The old ones stay current, so
+every call sees them. `step()` knows the real factor. If it is the same, and gradient, masters, states and
+hyperparameters are those that the thread read, then spare and old memory exchange their roles: the bits are those of
+an update in `step()`, by the same kernel. Otherwise the result is dropped, and `weight_update.py` updates the old
+masters as usual. Nothing here communicates, so each rank decides for itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroaccel.errors import OffloadError
+from zeroaccel.logs import log_once, logger
+from zeroaccel.ops.shard_step import ShardOptimizer
+from zeroaccel.telemetry.timeline import span
+from zeroaccel.zero.grad_reducer import GradientBuffer
+from zeroaccel.zero.layout import FlatTensor
+from zeroaccel.zero.param_unit import FlatBuffer
+from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
+from zeroaccel.zero.storage.masters import MasterStorage, SeparateMasters
+from zeroaccel.zero.update_thread import UpdateThread, hyperparameters
+
+WINDOW = 32  # early updates
+MOST_DROPPED = 8  # of a window
+_KEY = "zero_optimization.offload_optimizer.update_during"
+
+
+class _Spare:
+    """The spare memory of one buffer.
+
+    1. `fill` when the gradient is known, 2. `exchange` after the update, if `is_current`.
+
+    Attributes:
+        masters: (range.numel,) the new masters after an update.
+        states: for each piece, its new state after an update.
+        sources: for each piece, its part of `masters`, and the tensors from which the update reads, as in
+            `ShardOptimizer.step_shard`.
+    """
+
+    def __init__(self, buffer: FlatBuffer, optimizer: ShardOptimizer) -> None:
+        assert isinstance(buffer.masters, SeparateMasters), "masters in a tier have no spare memory"
+        self.storage = buffer.masters
+        self.masters = buffer.masters.spare()
+        self.states: list[dict[str, Any]] = [{} for _ in buffer.masters.pieces]
+        self.sources: list[tuple[Tensor, dict[int, Tensor]]] = []
+        self._optimizer = optimizer
+        self._seen: list[tuple[object, object]] = []
+
+    def fill(self, gradient: GradientBuffer) -> None:
+        """Prepares for an update with this gradient."""
+        self._seen = self._facts(gradient)
+        memory = self._optimizer.host_memory or (lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype))
+        spare = FlatTensor(self.storage.range, self.masters)
+        self.sources.clear()
+        for index, piece in enumerate(self.storage.pieces):
+            param, before, new = spare[piece.range].view(piece.shape), self.states[index], {}
+            sources = {id(param): piece.param.detach()}
+            for name, value in self._optimizer.state.get(piece.param, {}).items():
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    own = before.get(name)
+                    if not isinstance(own, Tensor) or (own.shape, own.dtype) != (value.shape, value.dtype):
+                        own = memory(value.shape, value.dtype)
+                    sources[id(own)], value = value, own
+                new[name] = value
+            self.states[index] = new
+            self.sources.append((param, sources))
+
+    def is_current(self, gradient: GradientBuffer) -> bool:
+        """Returns True if the tensors that the update has read are still the same, with the same values."""
+        facts = self._facts(gradient)
+        pairs = zip(facts, self._seen, strict=False)
+        return len(facts) == len(self._seen) and all(a is b and m == n for (a, m), (b, n) in pairs)
+
+    def _facts(self, gradient: GradientBuffer) -> list[tuple[object, object]]:
+        # torch counts writes, `MasterStorage.load` its own. Weights that are the masters have counters of their own.
+        tensors = [gradient.shard, self.storage.as_weights(torch.float32)]
+        facts: list[object] = [param._version for param in gradient.buffer.params if gradient.buffer.persistent]
+        for piece in self.storage.pieces:
+            facts += [fact for item in self._optimizer.state.get(piece.param, {}).items() for fact in item]
+        return [(f, f._version) if isinstance(f, Tensor) else (None, f) for f in (*tensors, *facts)]
+
+    def exchange(self) -> None:
+        """Makes the new masters and states the current ones."""
+        self.sources.clear()
+        self.masters = self.storage.exchange(self.masters)
+        for index, piece in enumerate(self.storage.pieces):
+            if new := self.states[index]:
+                state = self._optimizer.state[piece.param]
+                self.states[index] = dict(state)
+                state.clear()
+                state.update(new)
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes of the spare memory."""
+        tensors = [value for state in self.states for value in state.values() if isinstance(value, Tensor)]
+        return self.masters.nbytes + sum(tensor.nbytes for tensor in tensors)
+
+
+class EarlyUpdate:
+    """The early updates of one engine; see [Note: early updates].
+
+    In each step: 1. `begin` before its last backward, 2. `add` for each final gradient, 3. `judge`, when the factor is
+    known, 4. `install` of the buffers that it returned. `drop` at any time.
+
+    Args:
+        keys: keys of the buffers that may have spare memory.
+    """
+
+    def __init__(self, optimizer: ShardedOptimizer, keys: Collection[str], device: torch.device) -> None:
+        assert isinstance(optimizer.optimizer, ShardOptimizer), "only native elementwise optimizers update out of place"
+        self._owner, self._optimizer = optimizer, optimizer.optimizer
+        self._keys = keys
+        self._spares: dict[int, _Spare] = {}
+        self._thread = UpdateThread(optimizer, self._advance, device)
+        self._twin = optimizer.optimizer
+        self._factor, self._groups = 1.0, hyperparameters(())
+        self._dropped: deque[bool] = deque(maxlen=WINDOW)
+
+    def begin(self, factor: float, buffers: Sequence[FlatBuffer]) -> Callable[[GradientBuffer], None] | None:
+        """Prepares for the last backward of a step; returns `add`, or None if early updates are off.
+
+        Args:
+            factor: factor of the gradients if the step neither clips nor skips.
+            buffers: the buffers in the order of their gradients.
+        """
+        self.drop()
+        if not self._keys:
+            self._spares.clear()
+            self._owner.spare_nbytes = 0
+            return None
+        # States of its own: no call sees them. The rest is the optimizer's, whatever the program has replaced there.
+        self._twin = object.__new__(type(self._optimizer))
+        vars(self._twin).update(vars(self._optimizer), state=defaultdict(dict), _new_states=set())
+        self._factor, self._groups = factor, hyperparameters(self._optimizer.param_groups)
+        self._thread.begin(buffers, factor)
+        return self.add
+
+    def add(self, gradient: GradientBuffer) -> None:
+        """Starts the update of a buffer, if it has spare memory."""
+        buffer = gradient.buffer
+        if buffer.key not in self._keys or self._thread.has(buffer):
+            return
+        try:
+            if id(buffer) not in self._spares:
+                self._spares[id(buffer)] = _Spare(buffer, self._optimizer)
+            self._spares[id(buffer)].fill(gradient)
+        except (MemoryError, RuntimeError) as error:  # on this rank alone, in the middle of a backward
+            logger.warning(
+                '%s "backward" is off from now on: no spare memory (%s); set spare_budget to fewer bytes', _KEY, error
+            )
+            self._keys = ()
+            return
+        self._owner.early_numel += buffer.own.numel
+        self._thread.add(gradient)
+
+    def _advance(
+        self,
+        buffer: FlatBuffer,
+        grad: FlatTensor,
+        grad_scale: float,
+        following: MasterStorage | None,
+        out: FlatTensor | None,
+        groups: Sequence[dict[str, Any]],
+    ) -> None:
+        spare = self._spares[id(buffer)]
+        with span("update", buffer.key):
+            for piece, new, (param, sources) in zip(buffer.masters.pieces, spare.states, spare.sources, strict=True):
+                self._twin.state[param] = new
+                own = None if out is None else out[piece.range]
+                group, part = groups[piece.group], grad[piece.range]
+                self._twin.step_shard(group, param, part, grad_scale=grad_scale, out=own, sources=sources)
+
+    def judge(self, factor: float | Tensor, gradients: Sequence[GradientBuffer]) -> set[int]:
+        """Returns the ids of the buffers whose early updates are those of this step, and drops the others."""
+        begun = [gradient for gradient in gradients if self._thread.has(gradient.buffer)]
+        if not begun:
+            return set()
+        now, used = hyperparameters(self._optimizer.param_groups), self._optimizer.defaults
+        same = [all(old[name] == new[name] for name in used) for old, new in zip(self._groups, now, strict=True)]
+        kept = {
+            id(gradient.buffer)
+            for gradient in begun
+            if not isinstance(factor, Tensor)
+            and factor == self._factor
+            and all(same[piece.group] for piece in gradient.buffer.masters.pieces)
+            and self._spares[id(gradient.buffer)].is_current(gradient)
+        }
+        self._owner.kept_numel += sum(g.buffer.own.numel for g in begun if id(g.buffer) in kept)
+        self._owner.spare_nbytes = sum(spare.nbytes for spare in self._spares.values())
+        self._thread.drop(keep=kept)
+        self._count(dropped=len(kept) < len(begun))
+        return kept
+
+    def install(self, buffer: FlatBuffer) -> bool:
+        """Makes the early update of a buffer the current values and weights; False if it failed, and changed nothing.
+
+        Raises:
+            OffloadError: a tier failed.
+        """
+        spare = self._spares[id(buffer)]
+        try:
+            self._thread.install(buffer, spare.exchange)
+        except OffloadError as error:
+            if not spare.sources:  # the exchange is done: a tier failed
+                raise
+            log_once(logging.WARNING, f'{_KEY} "backward": {error}; step() updates from the old values')
+            self._count(dropped=True)
+            return False
+        return True
+
+    def drop(self) -> None:
+        """Drops early updates that no step has used."""
+        if self._thread.pending:
+            self._thread.drop()
+            self._count(dropped=True)
+
+    def close(self) -> None:
+        """Drops early updates and ends the thread."""
+        self._thread.close()
+        self._spares.clear()
+
+    def _count(self, *, dropped: bool) -> None:
+        self._dropped.append(dropped)
+        if self._keys and len(self._dropped) == WINDOW and sum(self._dropped) > MOST_DROPPED:
+            self._keys = ()
+            logger.warning(
+                '%s "backward" is off from now on: %d of the last %d early updates were dropped, because the step'
+                " clipped or overflowed, or the program changed values; with a larger gradient_clipping fewer are",
+                _KEY,
+                sum(self._dropped),
+                WINDOW,
+            )
