@@ -4,10 +4,11 @@
     python benchmarks/load_models.py --mb 2000 --ranks 2,4 --check
 
 The program writes checkpoints of one size (dense; a mixture with an entry per expert, which transformers merges into
-tensors of three dimensions) and loads each in turn by ranges and by transformers' path, in jobs of their own, so that
-each load has its own peak of memory. The files are in the page cache. Bytes are those that the ranks read from the
-files, as the kernel counts them (`/proc/self/io`, `rchar`). Memory is the growth of the resident memory that belongs to
-no file, above the shards. The weights of every parameter are compared with those of one process.
+tensors of three dimensions; FP8 with scales of 128 x 128 blocks; a mixture in MXFP4) and loads each in turn by ranges
+and by transformers' path, in jobs of their own, so that each load has its own peak of memory. The files are in the page
+cache. Bytes are those that the ranks read from the files, as the kernel counts them (`/proc/self/io`, `rchar`). Memory
+is the growth of the resident memory that belongs to no file (`RssAnon`), above the shards. The weights of every
+parameter are compared with those of one process.
 """
 
 from __future__ import annotations
@@ -31,14 +32,16 @@ BARS = {"time": 0.6, "job": 1.05, "rank": 1.1, "memory": 256e6}
 
 
 def config_of(kind: str, mb: int) -> Any:
-    """Returns the configuration of a model of about `mb` MB in bf16."""
+    """Returns the configuration of a model of about `mb` MB in the files."""
     import transformers
 
-    layers = max(mb // 25, 1)
+    layers = max(mb // {"fp8": 13, "mxfp4": 27}.get(kind, 25), 1)
     sizes = {"vocab_size": 2048, "hidden_size": 1024, "num_hidden_layers": layers, "num_attention_heads": 8}
     sizes |= {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 512}
-    if kind == "dense":
-        return transformers.LlamaConfig(**sizes, intermediate_size=2752)
+    if kind in ("dense", "fp8"):
+        return transformers.LlamaConfig(**sizes, intermediate_size=2752 if kind == "dense" else 2816)
+    if kind == "mxfp4":
+        return transformers.GptOssConfig(**sizes, num_local_experts=8, num_experts_per_tok=2, intermediate_size=1408)
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 344, "intermediate_size": 344}
     return transformers.Qwen3MoeConfig(**sizes, **experts)
 
@@ -51,8 +54,39 @@ def write(kind: str, mb: int, folder: Path) -> None:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config_of(kind, mb), dtype=torch.bfloat16)
     model.save_pretrained(folder, max_shard_size="100MB")
+    if kind in ("fp8", "mxfp4"):
+        quantize(kind, folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     (folder / "digests").write_text(json.dumps({name: digest(each) for name, each in model.named_parameters()}))
+
+
+def quantize(kind: str, folder: Path) -> None:
+    """Replaces the matrices of layers in a folder's files by codes and scales: random ones for MXFP4."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    index = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors = load_file(file)
+        for name in list(tensors):
+            if kind == "mxfp4" and name.endswith(("gate_up_proj", "down_proj")):
+                experts, width, rows = tensors.pop(name).shape
+                shape = (experts, rows, width // 32, 16)
+                tensors[f"{name}_blocks"] = torch.randint(0, 256, shape, dtype=torch.uint8)
+                tensors[f"{name}_scales"] = torch.randint(110, 125, shape[:3], dtype=torch.uint8)
+            elif kind == "fp8" and name.endswith("proj.weight"):
+                rows, columns = tensors[name].shape
+                tensors[name] = (tensors[name].float() * 100).to(torch.float8_e4m3fn)
+                tensors[f"{name}_scale_inv"] = torch.rand(rows // 128, columns // 128) / 100
+        save_file(tensors, file, {"format": "pt"})
+        index |= dict.fromkeys(tensors, file.name)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": kind}
+    if kind == "fp8":
+        config["quantization_config"] |= {"weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    (folder / "config.json").write_text(json.dumps(config))
+    if len(set(index.values())) > 1:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
 
 
 def digest(tensor: Any) -> str:

@@ -9,13 +9,13 @@ docs/diagrams with the output of this program, so that they match the code.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
+from drawing import FOLDER, box, frame, key, line, svg, text, write
 from torch import nn
 
-from zeroaccel.cli.pages.frame import COLOURS, escaped
+from zeroaccel.cli.pages.frame import COLOURS
 from zeroaccel.comm.mesh_layout import MeshLayout
 from zeroaccel.config import load_config, shard_plan
 from zeroaccel.config.comm_plan import comm_plan
@@ -24,7 +24,6 @@ from zeroaccel.config.shard_plan import tier_plan
 from zeroaccel.zero.layout import FlatLayout
 from zeroaccel.zero.wrap_policy import UnitSpec, group_parameters
 
-FOLDER = Path(__file__).resolve().parents[1] / "diagrams"
 _RANKS = 4
 
 
@@ -60,25 +59,25 @@ def units() -> str:
     """Draws the flat buffer of each unit: its parameters, and the part of each rank."""
     specs, left, width, row = drawn_units(), 150, 640, 64
     largest = max(layout_of(spec, _RANKS).numel for spec in specs)
-    parts = [_key(150, 16, [f"rank {rank}" for rank in range(_RANKS)])]
+    parts = [key(150, 16, [f"rank {rank}" for rank in range(_RANKS)])]
     for number, spec in enumerate(specs):
         layout, y = layout_of(spec, _RANKS), 44 + number * row
         scale = width * max(layout.numel / largest, 0.3) / layout.numel
-        parts.append(_text(left - 10, y + 18, spec.name, "end"))
-        parts.append(_text(left - 10, y + 36, f"{layout.numel:,} elements", "end small"))
+        parts.append(text(left - 10, y + 18, spec.name, "end"))
+        parts.append(text(left - 10, y + 36, f"{layout.numel:,} elements", "end small"))
         if spec.persistent:
-            parts.append(_box(left, y, layout.numel * scale, 24, "#d7d7de"))
-            parts.append(_text(left + layout.numel * scale + 10, y + 17, "whole on every rank", "small"))
+            parts.append(box(left, y, layout.numel * scale, 24, "soft"))
+            parts.append(text(left + layout.numel * scale + 10, y + 17, "whole on every rank", "small"))
         for rank in range(0 if spec.persistent else _RANKS):
             shard = layout.shard(rank)
-            parts.append(_box(left + shard.start * scale, y, shard.numel * scale, 24, COLOURS[rank]))
+            parts.append(box(left + shard.start * scale, y, shard.numel * scale, 24, COLOURS[rank]))
         for slot in layout.slots:
             at, length = left + slot.start * scale, slot.numel * scale
-            parts.append(_line(at, y + 28, at + length - 2, y + 28))
+            parts.append(line(at, y + 28, at + length - 2, y + 28))
             name = slot.fqn.removeprefix(f"{spec.name}.")
             if length > 7 * len(name) and not spec.persistent:
-                parts.append(_text(at + length / 2, y + 42, name, "middle small"))
-    return _svg(parts, 900, 50 + len(specs) * row, "Units: flat buffers and their shards on four ranks")
+                parts.append(text(at + length / 2, y + 42, name, "middle small"))
+    return svg(parts, 900, 50 + len(specs) * row, "Units: flat buffers and their shards on four ranks")
 
 
 _KINDS = ("parameters", "gradients", "masters and states")
@@ -88,24 +87,24 @@ def stages() -> str:
     """Draws the model state of each rank at each stage, to the scale of bf16 with Adam."""
     nbytes = dict(zip(_KINDS, (2, 2, 12), strict=True))  # per element: Rajbhandari et al., ZeRO, 2020, section 3.1
     left, wide, tall = 130, 150, 8.0
-    parts = [_key(130, 16, _KINDS)]
+    parts = [key(130, 16, _KINDS)]
     for stage in range(4):
         plan = shard_plan(load_config({"zero_optimization": {"stage": stage}}))
         sharded = dict(zip(_KINDS, (plan.params, plan.grads, plan.optimizer), strict=True))
         x = left + stage * (wide + 40)
-        parts.append(_text(x + wide / 2, 52, f"stage {stage}", "middle"))
+        parts.append(text(x + wide / 2, 52, f"stage {stage}", "middle"))
         total = 0.0
         for rank in range(_RANKS):
             y, at = 66.0 + rank * 36, float(x)
             if not stage:
-                parts.append(_text(left - 12, y + 18, f"rank {rank}", "end"))
+                parts.append(text(left - 12, y + 18, f"rank {rank}", "end"))
             for kind, colour in zip(_KINDS, COLOURS, strict=False):
                 share = nbytes[kind] / (_RANKS if sharded[kind] else 1)
-                parts.append(_box(at, y, share / 16 * wide, 3 * tall, colour))
+                parts.append(box(at, y, share / 16 * wide, 3 * tall, colour))
                 at += share / 16 * wide
                 total += share / _RANKS
-        parts.append(_text(x + wide / 2, 66 + _RANKS * 36 + 14, f"{total:g} bytes per parameter", "middle small"))
-    return _svg(parts, left + 4 * (wide + 40), 66 + _RANKS * 36 + 34, "Stages: the model state of each of four ranks")
+        parts.append(text(x + wide / 2, 66 + _RANKS * 36 + 14, f"{total:g} bytes per parameter", "middle small"))
+    return svg(parts, left + 4 * (wide + 40), 66 + _RANKS * 36 + 34, "Stages: the model state of each of four ranks")
 
 
 def tiers() -> str:
@@ -123,25 +122,23 @@ def tiers() -> str:
     left, wide, row = 200, 190, 62
     parts = []
     for column, name in enumerate(places.values()):
-        parts.append(_text(left + column * wide + wide / 2 - 10, 24, name, "middle"))
+        parts.append(text(left + column * wide + wide / 2 - 10, 24, name, "middle"))
     for number, (name, sections) in enumerate(cases.items()):
         plan = tier_plan(load_config({"zero_optimization": {"stage": 3, **sections}}))
         y = 40 + number * row
-        parts.append(_text(left - 14, y + 28, name, "end"))
+        parts.append(text(left - 14, y + 28, name, "end"))
         for column in range(3):
-            parts.append(_box(left + column * wide, y, wide - 20, row - 10, "none", "#8a8a96"))
+            parts.append(frame(left + column * wide, y, wide - 20, row - 10))
         for place, what, colour, offset in (
             (plan.param, "shards of parameters", COLOURS[0], 6),
             (plan.optimizer, "masters and states", COLOURS[2], 28),
         ):
             x = left + list(places).index(place) * wide
-            parts.append(_box(x + 8, y + offset, wide - 36, 18, colour))
-            parts.append(_text(x + wide / 2 - 10, y + offset + 14, what, "middle white"))
+            parts.append(box(x + 8, y + offset, wide - 36, 18, colour))
+            parts.append(text(x + wide / 2 - 10, y + offset + 14, what, "middle white"))
     y = 40 + len(cases) * row
-    parts.append(
-        _text(left, y + 12, "The unsharded parameters of a unit are on the device while it computes.", "small")
-    )
-    return _svg(parts, left + 3 * wide + 10, y + 26, "Tiers: where shards, masters and states live")
+    parts.append(text(left, y + 12, "The unsharded parameters of a unit are on the device while it computes.", "small"))
+    return svg(parts, left + 3 * wide + 10, y + 26, "Tiers: where shards, masters and states live")
 
 
 def groups() -> str:
@@ -164,23 +161,20 @@ def groups() -> str:
         ("reduction, second hop", "int4, between ranks of one place", layout.hops[1]),
     ]
     left, step, row = 340, 62, 66
-    parts = [
-        _box(left - 22 + machine * 4 * step, 30, 4 * step - 16, len(rows) * row + 8, "none", "#8a8a96")
-        for machine in range(2)
-    ]
+    parts = [frame(left - 22 + machine * 4 * step, 30, 4 * step - 16, len(rows) * row + 8) for machine in range(2)]
     parts += [
-        _text(left + 1.5 * step + machine * 4 * step - 8, 22, f"machine {machine}", "middle") for machine in range(2)
+        text(left + 1.5 * step + machine * 4 * step - 8, 22, f"machine {machine}", "middle") for machine in range(2)
     ]
     for number, (name, how, of_ranks) in enumerate(rows):
         y = 60 + number * row
-        parts.append(_text(left - 36, y, name, "end"))
-        parts.append(_text(left - 36, y + 18, how, "end small"))
+        parts.append(text(left - 36, y, name, "end"))
+        parts.append(text(left - 36, y + 18, how, "end small"))
         for group, ranks in enumerate(of_ranks):
             colour = COLOURS[group % len(COLOURS)]
             for rank in ranks:
                 parts.append(f'<circle cx="{left + rank * step}" cy="{y + 2}" r="15" fill="{colour}"/>')
-                parts.append(_text(left + rank * step, y + 7, str(rank), "middle white"))
-    return _svg(parts, left + 8 * step, 30 + len(rows) * row + 20, "ZeRO++: ranks of one colour are one group")
+                parts.append(text(left + rank * step, y + 7, str(rank), "middle white"))
+    return svg(parts, left + 8 * step, 30 + len(rows) * row + 20, "ZeRO++: ranks of one colour are one group")
 
 
 def checkpoints() -> str:
@@ -189,27 +183,27 @@ def checkpoints() -> str:
     saved, loaded = layout_of(unit, 3), layout_of(unit, 2)
     left, width = 150, 640
     scale = width / max(saved.numel, loaded.numel)
-    parts = [_text(left - 12, 36, "file of a rank", "end")]
+    parts = [text(left - 12, 36, "file of a rank", "end")]
     for rank in range(3):
         shard = saved.shard(rank)
-        parts.append(_box(left + shard.start * scale, 18, shard.numel * scale, 26, COLOURS[rank]))
-        parts.append(_text(left + (shard.start + shard.end) / 2 * scale, 36, f"rank {rank} of 3", "middle white"))
-    parts.append(_text(left - 12, 80, "parameters", "end"))
+        parts.append(box(left + shard.start * scale, 18, shard.numel * scale, 26, COLOURS[rank]))
+        parts.append(text(left + (shard.start + shard.end) / 2 * scale, 36, f"rank {rank} of 3", "middle white"))
+    parts.append(text(left - 12, 80, "parameters", "end"))
     for slot in saved.slots:
         at, length = left + slot.start * scale, slot.numel * scale
-        parts.append(_line(at, 66, at + length - 2, 66))
+        parts.append(line(at, 66, at + length - 2, 66))
         name = slot.fqn.removeprefix(f"{unit.name}.")
-        parts.append(_text(at + length / 2, 82, f"{name}, {slot.numel:,} elements", "middle small"))
+        parts.append(text(at + length / 2, 82, f"{name}, {slot.numel:,} elements", "middle small"))
     for rank in range(2):
         y, own = 104 + rank * 40, loaded.shard(rank)
-        parts.append(_text(left - 12, y + 18, f"rank {rank} of 2 reads", "end"))
+        parts.append(text(left - 12, y + 18, f"rank {rank} of 2 reads", "end"))
         for other in range(3):
             piece = own & saved.shard(other)
             if piece:
-                parts.append(_box(left + piece.start * scale, y, piece.numel * scale, 26, COLOURS[other]))
+                parts.append(box(left + piece.start * scale, y, piece.numel * scale, 26, COLOURS[other]))
                 middle = left + (piece.start + piece.end) / 2 * scale
-                parts.append(_text(middle, y + 18, f"{piece.numel:,} of rank {other}'s", "middle white"))
-    return _svg(parts, left + width + 20, 196, f"Checkpoints: {unit.name}, saved by three ranks, read by two")
+                parts.append(text(middle, y + 18, f"{piece.numel:,} of rank {other}'s", "middle white"))
+    return svg(parts, left + width + 20, 196, f"Checkpoints: {unit.name}, saved by three ranks, read by two")
 
 
 _RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "long_context.md"
@@ -221,59 +215,17 @@ def long_context() -> str:
     left, wide, parts = 90, 420, []
     for place, (ranks, nbytes, share) in enumerate(rows):
         y, length = 14 + 40 * place, wide * float(share)
-        parts.append(_text(left - 12, y + 20, f"{ranks} rank{'s' if ranks != '1' else ''}", "end"))
-        parts.append(_box(left, y, length, 28, COLOURS[0]))
+        parts.append(text(left - 12, y + 20, f"{ranks} rank{'s' if ranks != '1' else ''}", "end"))
+        parts.append(box(left, y, length, 28, COLOURS[0]))
         megabytes = int(nbytes.replace(",", "")) / 1e6
-        parts.append(_text(left + length + 10, y + 20, f"{megabytes:.0f} MB, {float(share):.2f} x", "small"))
-    return _svg(parts, left + wide + 140, 20 + 40 * len(rows), "Activations of each rank that shares a sequence")
+        parts.append(text(left + length + 10, y + 20, f"{megabytes:.0f} MB, {float(share):.2f} x", "small"))
+    return svg(parts, left + wide + 140, 20 + 40 * len(rows), "Activations of each rank that shares a sequence")
 
 
 DIAGRAMS = {"units": units, "stages": stages, "tiers": tiers, "zeropp": groups, "checkpoints": checkpoints}
 MEASURED = {"long_context": long_context}
 
 
-# -- drawing
-
-
-def _svg(parts: Iterable[str], width: float, height: float, title: str) -> str:
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" role="img">\n'
-        f"<title>{escaped(title)}</title>\n"
-        "<style>text{font:14px system-ui,sans-serif;fill:#1b1b1f}.small{font-size:12px;fill:#55555f}"
-        ".white{fill:#fff;font-size:12px;font-weight:600}.end{text-anchor:end}.middle{text-anchor:middle}</style>\n"
-        # White background, because the page may be dark.
-        f'<rect width="{width:g}" height="{height:g}" rx="6" fill="#fff"/>\n' + "\n".join(parts) + "\n</svg>\n"
-    )
-
-
-def _box(x: float, y: float, width: float, height: float, fill: str, edge: str = "#fff") -> str:
-    size = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:g}"'
-    return f'<rect {size} fill="{fill}" stroke="{edge}"/>'
-
-
-def _text(x: float, y: float, text: str, kind: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:g}" class="{kind}">{escaped(text)}</text>'
-
-
-def _line(x1: float, y1: float, x2: float, y2: float) -> str:
-    return f'<line x1="{x1:.1f}" y1="{y1:g}" x2="{x2:.1f}" y2="{y2:g}" stroke="#55555f"/>'
-
-
-def _key(x: float, y: float, names: Sequence[str]) -> str:
-    parts = []
-    for name, colour in zip(names, COLOURS, strict=False):
-        parts += [_box(x, y - 11, 14, 14, colour), _text(x + 20, y + 1, name, "small")]
-        x += 40 + 7.2 * len(name)
-    return "".join(parts)
-
-
-def write(folder: Path) -> None:
-    """Writes all diagrams to a folder."""
-    folder.mkdir(exist_ok=True)
-    for name, draw in {**DIAGRAMS, **MEASURED}.items():
-        (folder / f"{name}.svg").write_text(draw(), encoding="utf-8")
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    write(FOLDER)
+    write(FOLDER, {name: draw() for name, draw in {**DIAGRAMS, **MEASURED}.items()})

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "docs" / "diagrams"
+from drawing import FOLDER, ROOT, THEMES, svg, text, write
+
 RESULTS = ROOT / "benchmarks" / "results"
 
 Row = Mapping[str, str]
@@ -27,10 +27,6 @@ _PAIRS = (
 """Section of step_time.md, label and contender of the other engine, and of ours. Contenders of a pair at stage 3 send
 the same: each gathers the parameters again in backward."""
 
-THEMES = {
-    "light": {"text": "#1b1b1f", "small": "#55555f", "theirs": "#b4b8c4", "ours": "#4051b5"},
-    "dark": {"text": "#ececf1", "small": "#b0b3c0", "theirs": "#6c7183", "ours": "#97a5f5"},
-}
 _LEFT, _LONGEST, _WIDTH = 276, 300, 740
 
 
@@ -86,7 +82,6 @@ def on_gpu() -> Iterator[Pair]:
 
 def picture(theme: str) -> str:
     """Returns the picture as SVG, on a transparent background."""
-    colours = THEMES[theme]
     parts: list[str] = []
     y = 8
     cpu, gpu = (_date(RESULTS / name) for name in ("step_time.md", "gpu.md"))
@@ -95,7 +90,7 @@ def picture(theme: str) -> str:
         (f"One H100, {gpu}: time of a step", list(on_gpu())),
     ):
         y += 20
-        parts.append(f'<text x="8" y="{y}" class="title">{title}</text>')
+        parts.append(text(8, y, title, "title"))
         y += 12
         longest = max(max(pair.their_ms, pair.our_ms) for pair in pairs)
         for pair in pairs:
@@ -104,20 +99,13 @@ def picture(theme: str) -> str:
                 ("ours", pair.ours, pair.our_ms, pair.our_words),
             ):
                 width = ms / longest * _LONGEST
-                parts.append(f'<text x="{_LEFT - 8}" y="{y + 13}" class="end">{label}</text>')
+                parts.append(text(_LEFT - 8, y + 13, label, "end"))
                 parts.append(f'<rect x="{_LEFT}" y="{y}" width="{width:.1f}" height="17" class="{kind}"/>')
-                parts.append(f'<text x="{_LEFT + width + 6:.1f}" y="{y + 13}" class="small">{words}</text>')
+                parts.append(text(_LEFT + width + 6, y + 13, words, "small"))
                 y += 19
             y += 7
     title = "Step times and memory of zeroaccel beside DDP, FSDP2 and DeepSpeed"
-    style = (
-        f"text{{font:13px system-ui,sans-serif;fill:{colours['text']}}}.title{{font-weight:600}}.end{{text-anchor:end}}"
-        f".small{{fill:{colours['small']}}}.theirs{{fill:{colours['theirs']}}}.ours{{fill:{colours['ours']}}}"
-    )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {y}" width="{_WIDTH}" role="img">\n'
-        f"<title>{title}</title>\n<style>{style}</style>\n" + "\n".join(parts) + "\n</svg>\n"
-    )
+    return svg(parts, _WIDTH, y, title, theme)
 
 
 def _date(page: Path) -> str:
@@ -131,5 +119,4 @@ PICTURES = {f"measured-{theme}": theme for theme in THEMES}
 
 
 if __name__ == "__main__":
-    for name, theme in PICTURES.items():
-        (FOLDER / f"{name}.svg").write_text(picture(theme), encoding="utf-8")
+    write(FOLDER, {name: picture(theme) for name, theme in PICTURES.items()})

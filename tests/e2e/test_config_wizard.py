@@ -17,7 +17,8 @@ import pytest
 from click.testing import CliRunner
 
 from tests import time_limits
-from tests.support.environment import outside_any_job
+from tests.support.environment import ROOT, outside_any_job
+from tests.support.screen import lines_of
 from zeroaccel.cli.main import main
 
 CONFIG = ["-m", "zeroaccel.cli", "config"]
@@ -36,6 +37,10 @@ class Terminal:
     def everything(self) -> str:
         """All output so far, as plain text."""
         return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self._log.getvalue())
+
+    def screen(self, columns: int) -> list[str]:
+        """The lines that a terminal of this width shows now."""
+        return lines_of(self._log.getvalue(), columns)
 
     def at(self, words: str, keys: str = ENTER) -> None:
         self.process.expect_exact(words)
@@ -206,6 +211,27 @@ def test_a_plan_answers_mesh_and_stage_and_is_kept(tmp_path: Path, monkeypatch: 
     assert re.search(r"parallelism_config:\n  parallelism_config_\w+: 2\n|parallelism_config:\n  pp_size: 2\n", text)
     assert "1m takes " in person.everything
     assert _by_flags(tmp_path, said, monkeypatch) == text
+
+
+@pytest.mark.slow
+def test_the_recorded_terminal_is_that_of_the_questionnaire(tmp_path: Path) -> None:
+    with _terminal(tmp_path, "--num_processes", "2", "--use_cpu", "yes", "--num_machines", "1", columns=96) as person:
+        for words in ("Shard the training with ZeRO", "Do you have a JSON config", "Which precision?"):
+            person.at(words)
+        person.at("What will you train", f"125m{ENTER}")
+        for words in ("How many tokens per sample?", "How many samples per process", "Which mesh of 2 processes?"):
+            person.at(words)
+        person.process.expect_exact("Which plan, for")
+        person.process.expect_exact("quit without writing")
+        shown = person.screen(96)
+        person.process.send(CTRL_C)
+        person.ends()
+    # Without the facts of this machine, which come first and in the line of free memory.
+    lines = [re.sub(r"host [\d.]+, disk [\d.]+", "host 24, disk 66", line) for line in shown]
+    lines = lines[next(number for number, line in enumerate(lines) if line.startswith("?")) :]
+    (tmp_path / "wizard.txt").write_text("\n".join(lines) + "\n")
+    recorded = ROOT / "docs" / "site" / "recorded" / "wizard.txt"
+    assert lines == recorded.read_text().splitlines(), f"copy {tmp_path}/wizard.txt, then run docs/site/pictures.py"
 
 
 @pytest.mark.parametrize("typed", [CTRL_C, pytest.param(f":q{ENTER}", marks=pytest.mark.slow)], ids=["control c", ":q"])

@@ -111,6 +111,7 @@ def test_errors_can_be_looked_up_by_their_words(site: Path) -> None:
     assert "create the optimizer from the same model object" in page  # the remedy
     assert "the machines differ in {fact}" in page  # values known only at run time are names in braces
     assert page.count("<tr>") > 500
+    assert page.count("<th>cause</th>") == page.count("<h2") - 1  # each part of the package; not other programs
     assert 'CUDA out of memory</code></td>\n<td>the device is full</td>\n<td><a href="../does_not_fit.html">' in page
 
 

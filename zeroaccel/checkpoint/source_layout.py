@@ -26,6 +26,7 @@ from zeroaccel.logs import logger
 from zeroaccel.zero.access.lazy_tensors import LazyTensor, Stored, read_into
 from zeroaccel.zero.access.load_safetensors import SafetensorsFolder
 from zeroaccel.zero.access.safetensors_file import ITEMSIZE, TensorLocation, dtype_name
+from zeroaccel.zero.module_names import plain_names
 
 _MOST_NBYTES = 256 << 20  # of an index or a config
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -33,12 +34,15 @@ _SCALES = re.compile(r"_(scale|scales|scale_inv|scale_2|input_scale|activation_s
 
 
 def reverted(model: Any, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the values as transformers writes them, by its reverse conversions; unchanged for another model."""
+    """Returns the values as their library writes them: under names without wrappers, also those of adapters, and for a
+    model of transformers by its reverse conversions."""
+    plain = plain_names(model, adapters=True)
+    values = {plain(name): value for name, value in values.items()}
     library = sys.modules.get("transformers.core_model_loading")
-    base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
-    if library is None or base is None or not isinstance(model, base):
-        return dict(values)
-    result: dict[str, Tensor] = library.revert_weight_conversion(model, dict(values))
+    inner = without_wrappers(model)
+    if library is None or not _is_pretrained(inner):
+        return values
+    result: dict[str, Tensor] = library.revert_weight_conversion(inner, values)
     # In the order of the model, not of the new names: a writer then gathers each unit of an engine once.
     places = {id(value.node): place for place, value in enumerate(values.values()) if isinstance(value, LazyTensor)}
 
@@ -47,6 +51,17 @@ def reverted(model: Any, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return min((places[id(node)] for node in nodes if id(node) in places), default=-1)
 
     return dict(sorted(result.items(), key=place))
+
+
+def without_wrappers(model: Any) -> Any:
+    """Returns the model inside those of `torch.compile` and PEFT."""
+    model = getattr(model, "_orig_mod", model)
+    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+
+
+def _is_pretrained(model: Any) -> bool:
+    base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    return base is not None and isinstance(model, base)
 
 
 def renamed(model: Any, name: str) -> str:
@@ -60,6 +75,7 @@ def compare_with_source(model: Any, names: Collection[str], folder: Path) -> Non
 
     A model of another class than the source's, and codes and scales of the source, are no reason for a line.
     """
+    model = without_wrappers(model)
     source = Path(getattr(getattr(model, "config", None), "_name_or_path", None) or folder)
     if not (source / "config.json").is_file() or source.resolve() == folder.resolve():
         return

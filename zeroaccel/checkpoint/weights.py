@@ -250,7 +250,8 @@ class Output:
         self._requests = Requests(engine_state)
         self._converted: dict[str, Tensor] | None = None
         self.ties: Mapping[str, str] = engine_state.ties
-        if engine_state.whole_model is None and not code_names(engine_state.model):
+        adapters_only = exclude_frozen and hasattr(engine_state.model, "peft_config")
+        if engine_state.whole_model is None and not adapters_only and not code_names(engine_state.model):
             own = {spec[0]: self._requests.lazy(*spec) for spec in self._own_specs()}
             files = reverted(engine_state.model, own)
             if any(own.get(name) is not value for name, value in files.items()):

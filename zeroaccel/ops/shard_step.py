@@ -8,6 +8,7 @@ ranks, stages or tiers, and steps do not communicate.
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, overload, runtime_checkable
@@ -105,6 +106,13 @@ def batches_alike(
 
 class NativeOptimizer(torch.optim.Optimizer):
     """The `step(closure)` of torch.optim; a subclass implements `_step_group`."""
+
+    # torch hides these methods from torch.compile, for which it imports its compiler at the first call: 1.5 seconds
+    # in each process. The engine's optimizers run outside of compiled code.
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    load_state_dict = inspect.unwrap(torch.optim.Optimizer.load_state_dict)
+    state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
 
     @overload
     def step(self, closure: None = None) -> None: ...

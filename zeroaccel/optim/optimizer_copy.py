@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import random
+import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -96,7 +98,8 @@ def isolated() -> Iterator[Callable[[], bool]]:
         if torch.empty(0).device.type != "cpu":  # torch 2.6's get_default_device() ignores `with torch.device`
             stack.enter_context(torch.device("cpu"))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.compiler.set_stance("force_eager"))  # a compiled rule would recompile for each shape
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and its import takes 1.5 seconds
+            stack.enter_context(torch.compiler.set_stance("force_eager"))  # a compiled rule would recompile for shapes
         hooks = [getattr(optimizer_module, name, {}) for name in _HOOKS_OF_ALL]
         hooked = [dict(registered) for registered in hooks]
         threads = torch.get_num_threads()
@@ -174,10 +177,13 @@ def _settings(optimizer: Optimizer) -> dict[str, Any]:
     return {name: value for name, value in optimizer.defaults.items() if accepts_all or name in accepted}
 
 
+_SMALL_NUMEL = 4096  # a real step of this many elements takes less time than the import of fake tensors
+
+
 def element_states(optimizer: Optimizer, group: int, shape: tuple[int, ...]) -> dict[str, torch.dtype]:
     """Returns name -> dtype of the states with one value per element that a parameter of this shape gets.
 
-    Runs a trial step with fake tensors if the rule supports them, because a matrix may be large and its rule slow.
+    Runs a trial step: for a large matrix, whose rule may be slow, with fake tensors if the rule supports them.
 
     Args:
         group: index of the param group whose rule applies.
@@ -186,10 +192,12 @@ def element_states(optimizer: Optimizer, group: int, shape: tuple[int, ...]) -> 
         Exception: any error of a step in host memory.
     """
     with isolated():
-        try:
-            with FakeTensorMode(allow_non_fake_inputs=True):
+        state = None
+        if math.prod(shape) > _SMALL_NUMEL:
+            # An exception means that the rule needs values, which fake tensors do not have.
+            with suppress(Exception), FakeTensorMode(allow_non_fake_inputs=True):
                 state = _state_after_step(optimizer, group, shape)
-        except Exception:  # the rule needs values, which fake tensors do not have
+        if state is None:
             state = _state_after_step(optimizer, group, shape)
     return {name: v.dtype for name, v in state.items() if isinstance(v, Tensor) and v.dim() and v.shape == shape}
 

@@ -644,6 +644,4 @@ def saved_layout(model: nn.Module, values: dict[str, Tensor], *, merged: bool) -
     Args:
         merged: True if the names are those of the model inside the adapters.
     """
-    outer: Any = model
-    inner = outer.get_base_model() if merged and hasattr(model, "get_base_model") else model
-    return reverted(inner, values) if values else values
+    return values if hasattr(model, "peft_config") and not merged else reverted(model, values)

@@ -182,8 +182,6 @@ def initial_values(
     device: torch.device,
     collectives: Collectives,
     name: str,
-    *,
-    broadcast: bool = True,
 ) -> Tensor:
     """Returns (N,) the parameters end to end in the widest of their dtypes, so the master gets all bits. (all ranks)
 
@@ -191,7 +189,6 @@ def initial_values(
 
     Args:
         name: name of their unit, for the label of the broadcast.
-        broadcast: False for values that will be overwritten, which may differ between ranks.
     """
     dtype = params[0].dtype
     for param in params[1:]:
@@ -217,7 +214,7 @@ def initial_values(
     if previous is not None:
         previous.registry.release([previous.unit])
     # Gathered values are already the same on all ranks, and so are parts of them.
-    if broadcast and layout.slots[0].split is None and any(_initialized(param) is None for param in params):
+    if layout.slots[0].split is None and any(_initialized(param) is None for param in params):
         collectives.everyone.broadcast(source, 0, f"initial weights of {name}")
     _take_over(params)
     return source

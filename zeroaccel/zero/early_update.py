@@ -155,7 +155,7 @@ class EarlyUpdate:
     def add(self, gradient: GradientBuffer) -> None:
         """Starts the update of a buffer, if it has spare memory."""
         buffer = gradient.buffer
-        if self._is_off or buffer.key not in self.keys or self._thread.has(buffer):
+        if self._is_off or buffer.key not in self.keys or gradient.stays or self._thread.has(buffer):
             return
         try:
             if id(buffer) not in self._spares:

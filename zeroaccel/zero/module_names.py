@@ -32,25 +32,39 @@ def plain_name(name: str) -> str:
     return name if _SEGMENTS.isdisjoint(parts) else ".".join(part for part in parts if part not in _SEGMENTS)
 
 
-def plain_names(model: nn.Module) -> Callable[[str], str]:
-    """Returns a function from the names of a model's modules and tensors to those without any wrapper."""
+def plain_names(model: nn.Module, *, adapters: bool = False) -> Callable[[str], str]:
+    """Returns a function from the names of a model's modules and tensors to those without any wrapper.
+
+    Args:
+        adapters: leave out PEFT's wrappers too, so that the base's tensors have their names in the base model.
+    """
     # Outer wrappers last, so that the prefix of an inner one is still in the name.
-    wrapped = [name for name, module in model.named_modules() if _is_parallel(module)][::-1]
+    wrapped = [
+        (f"{name}.{child}" if name else child, child)
+        for name, module in model.named_modules()
+        if (child := _child(module, adapters))
+    ][::-1]
 
     def plain(name: str) -> str:
-        for prefix in wrapped:
-            inside = f"{prefix}.{_CHILD}" if prefix else _CHILD
+        for inside, child in wrapped:
             if f"{name}.".startswith(inside):
-                name = f"{name}."[: len(inside) - len(_CHILD)] + f"{name}."[len(inside) :]
+                name = f"{name}."[: len(inside) - len(child)] + f"{name}."[len(inside) :]
                 name = name.removesuffix(".")
         return plain_name(name)
 
     return plain
 
 
-def _is_parallel(module: nn.Module) -> bool:
+def _child(module: nn.Module, adapters: bool) -> str:
+    """Returns the name, with a dot, of the module that another one wraps; "" for one that is no wrapper."""
     kind = type(module)
-    return kind.__name__ in _PARALLEL and kind.__module__.startswith("torch.nn.parallel")
+    if kind.__name__ in _PARALLEL and kind.__module__.startswith("torch.nn.parallel"):
+        return _CHILD
+    if adapters and any(each.__module__.partition(".")[0] == "peft" for each in kind.__mro__):
+        is_tuner = any(each.__name__ == "BaseTuner" for each in kind.__mro__)
+        names = ("model",) if is_tuner else ("base_model", "base_layer", "original_module")
+        return next((f"{name}." for name in names if name in module._modules), "")
+    return ""
 
 
 def plain_modules(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from tests.support.refusals import message
 from tests.support.training import SGD, WIDTH, Run, Toy, config, differences
 from zeroaccel import zero
 from zeroaccel.errors import ZeroAccelError
+from zeroaccel.zero.access.deferred_init import values_from_files
 from zeroaccel.zero.access.param_registry import handle_of
 
 SIDE = 3072  # malloc returns freed tensors of this size to the system
@@ -166,12 +169,22 @@ def test_missing_modules_are_initialized(ranks: Ranks, tmp_path: Path, world_siz
         assert head_bias.unique().tolist() == [4.0]
 
 
+class Unwritten(nn.Module):
+    """A layer whose values come from a file: its constructor writes none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(SIDE, SIDE))
+        self.scale = nn.Parameter(torch.arange(3.0))
+
+
 def _peak(how: str, folder: str) -> float:
     """Returns the peak of additional bytes while building and loading."""
+    build = Unwritten if how == "unwritten" else functools.partial(nn.Linear, SIDE, SIDE, bias=False)
     with torch.device("meta") if how == "load" else zero.Init():
-        model = nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(4)))
+        model = nn.Sequential(*(build() for _ in range(4)))
     process = psutil.Process()
-    if how == "init":
+    if how != "load":
         del model
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
@@ -179,14 +192,16 @@ def _peak(how: str, folder: str) -> float:
     if how == "load":
         zero.load_safetensors(model, Path(folder, "model.safetensors"))
     else:
-        with zero.Init():
-            model = nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(4)))
+        with values_from_files() if how == "unwritten" else nullcontext(), zero.Init():
+            model = nn.Sequential(*(build() for _ in range(4)))
     peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     assert handle_of(model[3].weight) is not None
+    if how == "unwritten":
+        assert zero.safe_get_full_fp32_param(model[3].scale).tolist() == [0.0, 1.0, 2.0]  # for names in no file
     return int(peak.split()[1]) * 1024 - before
 
 
-@pytest.mark.parametrize("how", ["init", "load"])
+@pytest.mark.parametrize("how", ["init", "load", "unwritten"])
 def test_a_rank_never_has_more_than_its_part_and_a_tensor(ranks: Ranks, tmp_path: Path, how: str) -> None:
     tensor = 4 * SIDE * SIDE
     if how == "load":

@@ -2,7 +2,7 @@
 
     load_pretrained.py FOLDER [FORMAT/]KIND:CLASS ...
 
-With a format the files have codes and scales, which transformers dequantizes.
+With a format the files have codes and scales, which transformers dequantizes; with `base/` those of the base model.
 The classes are those of `tests/multi/zero/zoo.py`. Rank 0 prints one JSON line per class: whether weights, buffers and
 the record of names are equal, how many bytes the ranks have read of how many, and how the names in files of
 `save_pretrained` differ from those in the source's files.
@@ -32,7 +32,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 from transformers.integrations import HfDeepSpeedConfig  # noqa: E402
 
-from tests.multi.zero.zoo import build  # noqa: E402
+from tests.multi.zero.zoo import models  # noqa: E402
 from zeroaccel.zero.access.lazy_tensors import Stored  # noqa: E402
 from zeroaccel.zero.access.load_safetensors import SafetensorsFolder  # noqa: E402
 
@@ -88,10 +88,15 @@ def source(name: str, folder: Path) -> str:
     if not torch.distributed.get_rank():
         kind, _, cls = name.rpartition("/")[2].partition(":")
         try:
-            model = build(kind, cls, 0)[0]
+            model: Any = next(models(kind, cls, 0))
             quantized = name.rpartition("/")[0]
-            (model.bfloat16() if quantized else model).save_pretrained(folder, max_shard_size="200KB")
-            if quantized:
+            if quantized == "base":  # files without the head's prefix, as of gpt2
+                model.base_model.save_pretrained(folder)
+                model.config.architectures = [cls]
+                model.config.save_pretrained(folder)
+            else:
+                (model.bfloat16() if quantized else model).save_pretrained(folder, max_shard_size="200KB")
+            if quantized not in ("", "base"):
                 quantize(folder, quantized)
         except Exception as error:
             reason = [f"{type(error).__name__}: {error}".partition("\n")[0]]

@@ -210,14 +210,14 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def build(kind: str, name: str, seed: int) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Returns a model and a batch for it; every parameter is finite, and none is exactly zero or one.
+def models(kind: str, name: str, seed: int) -> Iterator[nn.Module]:
+    """Yields models of a class with configs of several sizes; every parameter is finite, and none is zero or one.
 
     Raises:
-        NotBuilt: with the reason.
+        NotBuilt: after the last, if there is none, with the reason.
     """
     cls = getattr(transformers, name)
-    reason = ""
+    reason, found = "", False
     for config in shrink(cls.config_class or getattr(transformers, configuration_auto.CONFIG_MAPPING_NAMES[kind])):
         seed_all(seed)
         try:
@@ -235,12 +235,25 @@ def build(kind: str, name: str, seed: int) -> tuple[nn.Module, dict[str, Tensor]
             for param in model.parameters():
                 if param.is_floating_point():
                     param.clamp_(-4, 4).add_(0.02 * torch.randn_like(param))
-        model.float().train()
+        found = True
+        yield model.float().train()
+    if not found:
+        raise NotBuilt(reason)
+
+
+def build(kind: str, name: str, seed: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Returns a model and a batch for it.
+
+    Raises:
+        NotBuilt: with the reason.
+    """
+    reason = ""
+    for model in models(kind, name, seed):
         for batch in inputs(model, seed):
             found = failure(copy.deepcopy(model), batch)  # some keep states of a forward
             if not found:
                 return model, batch
-            for filled in _with_places(batch, config, found):
+            for filled in _with_places(batch, model.config, found):
                 if not failure(copy.deepcopy(model), filled):
                     return model, filled
             reason = reason or f"forward: {found}"

@@ -1,8 +1,9 @@
-"""The diagrams of docs/how_it_works.md and the picture of measurements: up to date, well-formed, and as in the code."""
+"""The pictures of the pages: up to date, well-formed, readable in both colour schemes, and as in the code."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
 
@@ -10,6 +11,8 @@ import pytest
 
 from tests.support.environment import ROOT
 from tests.support.scripts import load_script
+from zeroaccel.estimate import subject
+from zeroaccel.estimate.simulate import simulate
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +24,50 @@ def test_the_files_are_up_to_date(diagrams: ModuleType) -> None:
     drawn = {**diagrams.DIAGRAMS, **diagrams.MEASURED}
     stale = [name for name, draw in drawn.items() if draw() != (diagrams.FOLDER / f"{name}.svg").read_text()]
     assert stale == [], "run python docs/site/diagrams.py"
-    pictures = load_script("docs/site/measured.py").PICTURES
+    pictures = {**load_script("docs/site/measured.py").PICTURES, **load_script("docs/site/pictures.py").PICTURES}
     assert {path.stem for path in diagrams.FOLDER.iterdir()} == {*drawn, *pictures}
+
+
+def test_pictures_and_pages_of_recorded_runs_are_up_to_date() -> None:
+    made = load_script("docs/site/pictures.py")
+    stale = [name for name, draw in made.PICTURES.items() if draw() != (made.FOLDER / f"{name}.svg").read_text()]
+    stale += [name for name, make in made.PAGES.items() if make() != (made.SHOWN / f"{name}.html").read_text()]
+    assert stale == [], "run python docs/site/pictures.py"
+    for name in ("demo", "trace"):
+        recording = made.recorded(name)
+        assert re.fullmatch(r"20\d\d-\d\d-\d\d", recording["date"])
+        assert recording["machine"]
+        assert recording["command"] in made.PICTURES["demo" if name == "demo" else "timeline"]()
+
+
+@pytest.mark.slow
+def test_the_recorded_memory_is_what_the_estimate_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = load_script("docs/site/record.py")
+    monkeypatch.setattr(record, "RECORDED", tmp_path)
+    record.memory()
+    assert (tmp_path / "memory.json").read_text() == (ROOT / "docs/site/recorded/memory.json").read_text()
+
+
+def test_the_recorded_memory_has_the_peak_of_the_estimate() -> None:
+    record, recording = load_script("docs/site/record.py"), load_script("docs/site/pictures.py").recorded("memory")
+    estimated = simulate(subject(record.MODEL), record.WORKLOAD, stage=3)
+    assert max(total for _, total, *_ in recording["moments"]) == pytest.approx(estimated.peak.total, rel=1e-3)
+
+
+def test_every_picture_is_shown_with_a_description_and_has_both_colour_schemes(diagrams: ModuleType) -> None:
+    pages = [path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))]
+    for path in diagrams.FOLDER.iterdir():
+        said = [
+            words
+            for page in pages
+            for words in re.findall(
+                rf'!\[([^\]]+)\]\(diagrams/{path.name}\)|alt="([^"]+)" src="docs/diagrams/measured', page
+            )
+        ]
+        assert said, f"no page shows {path.name}"
+        assert all(len(" ".join(words).split()) >= 5 for words in said), path.name
+        if not path.stem.startswith("measured"):
+            assert "prefers-color-scheme:dark" in path.read_text()
 
 
 def test_the_picture_of_measurements_has_the_figures_of_the_results() -> None:

@@ -145,6 +145,9 @@ class ModuleShards:
                 dtype = self.destination.dtype_of(self._name(module, name), param)
                 param.data = param.data.to(self.destination.device, dtype)
             return
+        if _OVERWRITTEN:
+            self._divide(module, named)
+            return
         buffers = []
         # One buffer per dtype, as in the units of an engine. Memory holds only this module's parameters in full, and
         # shards of all earlier modules.
@@ -153,7 +156,7 @@ class ModuleShards:
             built_as = [dtype_before(param) for param in params]
             layout = self._lay_out(module, same)
             device, label = self.destination.device, self._label(module)
-            source = initial_values(layout, params, device, self.collectives, label, broadcast=not _OVERWRITTEN)
+            source = initial_values(layout, params, device, self.collectives, label)
             for param, before in zip(params, built_as, strict=True):
                 note_cast(param, before)
             buffer = self._buffer(layout, params, dtype)
@@ -166,16 +169,27 @@ class ModuleShards:
     @_without_modes
     def reserve(self, module: nn.Module, names: Sequence[str]) -> None:
         """Creates shards of zeros for those of the module's own parameters `names` that are on the meta device."""
+        self._divide(module, [(name, param) for name, param in _to_shard(module, meta=True) if name in names])
+
+    def _divide(self, module: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Shards parameters without a second full copy: each rank has its own values, or zeros, until they are read."""
         buffers: list[FlatBuffer] = []
-        named = [(name, param) for name, param in _to_shard(module, meta=True) if name in names]
         for dtype, same in self._by_dtype(module, named).items():
-            layout = self._lay_out(module, same)
+            layout, values = self._lay_out(module, same), [local(param).detach() for _, param in same]
             for _, param in same:
-                leave_meta(param, torch.empty(0, dtype=dtype, device=self.destination.device))
+                if param.is_meta:
+                    leave_meta(param, torch.empty(0, dtype=dtype, device=self.destination.device))
+                else:
+                    note_cast(param, dtype_before(param))
             buffer = self._buffer(layout, [param for _, param in same], dtype)
             buffer.free()  # its pages were never written, so they never used memory
             buffer.store_in(self._storage(buffer))
-            buffer.shard.stage().values.zero_()
+            shard = buffer.shard.stage()
+            shard.values.zero_()
+            for slot, value in zip(layout.slots, values, strict=True):
+                reach = slot.range & buffer.own
+                if not value.is_meta:
+                    shard[reach].copy_(value.reshape(-1)[reach.start - slot.start : reach.end - slot.start])
             buffers.append(buffer)
         if buffers:
             self._take(ParamUnit(self._label(module), [module], buffers, self.collectives, sharded=True))
