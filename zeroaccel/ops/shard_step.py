@@ -383,7 +383,8 @@ class ShardOptimizer(NativeOptimizer):
 
         *state, out = written
         states = [flat for flat in state if flat is not None]
-        reads = [*states, grad, *(old for old in olds if old is not None)]
+        pairs = zip(state, olds, strict=True)
+        reads = [grad, *(flat if old is None else old for flat, old in pairs if flat is not None)]
         if parts is not None:
             states += [parts.residuals, parts.ties]
             reads += [parts.weights, parts.residuals, parts.ties]

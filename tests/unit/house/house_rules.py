@@ -61,12 +61,12 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "": 1228,
     "accelerate": 4300,
     "checkpoint": 6715,
-    "cli": 7304,
+    "cli": 7311,
     "comm": 3883,
     "compat": 4108,
     "config": 4579,
     "data": 1001,
-    "estimate": 2079,
+    "estimate": 2081,
     "offload": 1009,
     "ops": 2446,
     "optim": 1336,
@@ -75,7 +75,7 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "setup": 1489,
     "telemetry": 1495,
     "utils": 60,
-    "zero": 9717,
+    "zero": 9720,
 }
 LOOSE_LINES = 100
 MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 7
