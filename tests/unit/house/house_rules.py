@@ -63,19 +63,19 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "checkpoint": 6715,
     "cli": 7304,
     "comm": 3883,
-    "compat": 4106,
+    "compat": 4139,
     "config": 4556,
     "data": 1001,
     "estimate": 2079,
     "offload": 1009,
     "ops": 2446,
-    "optim": 1331,
+    "optim": 1336,
     "parallel": 4650,
     "rollout": 1214,
     "setup": 1481,
     "telemetry": 1494,
     "utils": 60,
-    "zero": 9592,
+    "zero": 9621,
 }
 LOOSE_LINES = 100
 MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 7
