@@ -63,7 +63,7 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "checkpoint": 6715,
     "cli": 7304,
     "comm": 3883,
-    "compat": 4067,
+    "compat": 4092,
     "config": 4556,
     "data": 1001,
     "estimate": 2079,
@@ -75,7 +75,7 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "setup": 1481,
     "telemetry": 1493,
     "utils": 60,
-    "zero": 9611,
+    "zero": 9615,
 }
 LOOSE_LINES = 100
 MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 7
