@@ -63,7 +63,7 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "checkpoint": 6715,
     "cli": 7304,
     "comm": 3883,
-    "compat": 4108,
+    "compat": 4133,
     "config": 4579,
     "data": 1001,
     "estimate": 2079,
@@ -75,7 +75,7 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "setup": 1489,
     "telemetry": 1495,
     "utils": 60,
-    "zero": 9705,
+    "zero": 9709,
 }
 LOOSE_LINES = 100
 MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 7
