@@ -51,6 +51,14 @@ MORE_WAITS: dict[str, int] = {
     "stage 3, both on the host, two buffers for a unit": 2,
     "stage 2, update during the next step": 2,
     "stage 3, both on the host, update during the next step": 2,
+    # The squares of the gradients that stay are one more value from the device; each micro-batch has two.
+    "stage 2, half of the optimizer on the host": 2,
+    "stage 2, half of the optimizer on the host, several ranks": 3,
+    "stage 2, half of the optimizer on the host, accumulation": 6,
+    "stage 3, half of the optimizer on the host": 3,
+    "stage 3, half of the optimizer on the host, fp32": 3,
+    "stage 2, half of the optimizer on the host, update during the next step": 3,
+    "stage 3, half of the states in files": 3,
     # Weights go to a file from host memory after they have arrived there.
     "stage 2, states in files": 2,
     "stage 2, states in files, update during the next step": 2,

@@ -35,7 +35,7 @@ from zeroaccel.logs import logger
 from zeroaccel.zero.access.coded_weights import CODES, as_codes
 from zeroaccel.zero.access.deferred_init import ModuleShards, ShardTarget, note_places
 from zeroaccel.zero.access.lazy_tensors import LazyTensor, Loaded, Stored
-from zeroaccel.zero.access.load_safetensors import SafetensorsFolder, load_buffer, load_module
+from zeroaccel.zero.access.load_safetensors import SafetensorsFolder, load_buffer, load_module, make_room
 from zeroaccel.zero.access.safetensors_file import dtype_name, tensor_locations
 from zeroaccel.zero.from_config import DTYPES
 
@@ -286,7 +286,9 @@ def _fill(model: Any, targets: _Targets, safe: SafetensorsFolder, collectives: C
     total = sum(each.numel() * each.element_size() for each in _values(targets))
     with agreed(collectives, "from_pretrained: read"), torch.no_grad(), closing(safe), _bar(total, collectives) as show:
         for module, values in targets.parameters.items():
-            load_module(module, values, shards, whole=whole)
+            make_room(module, values, shards, whole=whole)
+        for module, values in targets.parameters.items():
+            load_module(module, values)
             show(sum(each.numel() * each.element_size() for each in values.values()))
         for (module, own), value in targets.buffers.items():
             load_buffer(module, own, value, shards.destination.device)

@@ -4,10 +4,11 @@ A floating-point sum depends on its order, so squares are summed as integers (`o
 it the clipping, has the same bits for every layout, world size, stage and device.
 
 [Note: boundary] If the optimizer steps in host memory, the host computes the norm and knows the factor before the
-update (`stats_on_host`). On an accelerator the host would have to wait twice for all pending work of the device.
-There everything stays on the device (`check_on_device`): the norm, the agreement of the ranks, the factor, and the
-decision to skip the step, which the update's kernels read from memory. The host launches all of it, then the update,
-and reads the outcome once, later, while the update runs; or never, if nothing on the host depends on it.
+update (`stats_on_host`), also if some masters and their gradients stay on the device. If all stay on an accelerator,
+the host would have to wait twice for all pending work of the device. There everything stays on the device
+(`check_on_device`): the norm, the agreement of the ranks, the factor, and the decision to skip the step, which the
+update's kernels read from memory. The host launches all of it, then the update, and reads the outcome once, later,
+while the update runs; or never, if nothing on the host depends on it.
 """
 
 from __future__ import annotations
@@ -212,12 +213,18 @@ def join_facts_on_host(
     own collectives.
 
     Args:
-        shards: the mean gradients of this rank's own elements, in host memory, any float dtype, any number.
+        shards: the mean gradients of this rank's own elements, any float dtype, any number; on the device those of
+            masters that stay there, else in host memory.
         device: compute device of the ranks, over which the facts travel.
     """
     # One collective answers five questions: an overflow anywhere, three digests as (value, -value), so that one maximum
     # gives the largest and the smallest of each, and a stop request anywhere.
-    largest = max((max_abs(shard) for shard in shards), default=0.0)
+    largest = max((max_abs(shard) for shard in shards if shard.device.type == "cpu"), default=0.0)
+    if resident := [shard for shard in shards if shard.device.type != "cpu"]:
+        found = torch.zeros(1, dtype=torch.int32, device=resident[0].device)
+        for shard in resident:
+            max_abs_into(shard, found)
+        largest = max(largest, max_abs(found.view(torch.float32)))  # a NaN counts as inf
     history, settings, order = digests.history, digests.settings, digests.order
     values = [largest, history, -history, settings, -settings, digests.stop, order, -order]
     facts = torch.tensor(values, dtype=torch.float64)
@@ -259,7 +266,7 @@ def stats_on_host(
     norm: bool,
     norms: bool = False,
 ) -> GradStats:
-    """Returns the statistics of gradients in host memory; a norm needs one more small all-reduce.
+    """Returns the statistics of gradients in host memory, some perhaps on the device; a norm needs an all-reduce more.
 
     Args:
         facts: the facts of all ranks, in host memory.
@@ -279,9 +286,18 @@ def stats_on_host(
     # Every rank scales by the power of two above the global maximum, so no square exceeds its 50 bits.
     exponent = norm_exponent(largest)
     rows = torch.zeros(len(counted) if norms else 1, 2, dtype=torch.int64)
-    for index, shard in enumerate(counted):
-        if shard is not None:
-            rows[index if norms else 0] += torch.tensor(square_sums(shard, exponent), dtype=torch.int64)
+    own = [(index if norms else 0, shard) for index, shard in enumerate(counted) if shard is not None]
+    resident = [(row, shard) for row, shard in own if shard.device.type != "cpu"]
+    if resident:  # the device adds while the host does
+        below = torch.full((1,), math.ldexp(0.5, exponent), dtype=torch.float32, device=device).view(torch.int32)
+        added = torch.zeros_like(rows, device=device)
+        for row, shard in resident:
+            square_sums_into(shard, below, added[row])
+    for row, shard in own:
+        if shard.device.type == "cpu":
+            rows[row] += torch.tensor(square_sums(shard, exponent), dtype=torch.int64)
+    if resident:
+        rows += torch.tensor(read_values(added), dtype=torch.int64).view(rows.shape)
     _all_reduce(rows.view(-1), "sum", NORM_LABEL, collectives.job, device)
     high, low = rows.sum(0).tolist()
     each = _norms(rows, exponent) if norms else ()

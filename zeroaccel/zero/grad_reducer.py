@@ -106,6 +106,11 @@ class GradientBuffer:
         self.paddings = tuple(part.at(0) for part in self.buffer.layout.padding())
 
     @property
+    def stays(self) -> bool:
+        """True if the device updates its masters, in an engine whose other gradients go to host memory."""
+        return self.buffer.masters.is_resident
+
+    @property
     def complete(self) -> bool:
         """True if the gradient of every parameter has arrived in this backward."""
         return len(self.ready) == len(self.buffer.params)
@@ -259,8 +264,11 @@ class GradReducer:
 
     @property
     def leaves_device(self) -> bool:
-        """True if reduced gradients go to host memory, for a step there."""
+        """True if reduced gradients go to host memory, for a step there; some may stay."""
         return self._copies is not None
+
+    def _copies_of(self, gradients: GradientBuffer) -> CopyStream | None:
+        return None if gradients.stays else self._copies
 
     # -- one backward
 
@@ -348,6 +356,9 @@ class GradReducer:
         joined = None
         if join is not None and self._largest is not None and self._copies is not None:
             self._copies.join()
+            for gradients in self.gradients:
+                if gradients.stays and gradients.shard is not None:
+                    self._examine(gradients.shard)
             joined = self._copies.to_host(join(self._largest), DONE)
         self._land_copies()
         self._on_final = None
@@ -457,8 +468,9 @@ class GradReducer:
         with named_range("reduce", gradients.name):
             reduced, work = self._start_reduction(gradients, flat, f"reduce {gradients.name}")
         reduce = _InflightReduce(gradients, flat, reduced, work)
-        if self._copies is not None and self._copies.pinned:
-            reduce.copy = self._copies.to_host(reduced, work, self._examine)
+        copies = self._copies_of(gradients)
+        if copies is not None and copies.pinned:
+            reduce.copy = copies.to_host(reduced, work, self._examine)
         self._inflight.append(reduce)
         self._inflight_numel += gradients.buffer.layout.numel
         self._drain_finished()
@@ -487,13 +499,13 @@ class GradReducer:
         """Waits for the oldest reductions until at most `limit_numel` elements and `limit` reductions are in flight."""
         while self._inflight and (self._inflight_numel > limit_numel or len(self._inflight) > limit):
             reduce = self._next_inflight()
-            if self._copies is None:
+            if (copies := self._copies_of(reduce.gradients)) is None:
                 with named_range("wait for reduce", reduce.gradients.name):
                     reduce.work.wait()
                 self._accumulate(reduce.gradients, reduce.reduced)
             else:
                 # Pageable memory: the copy blocks, so it begins as late as possible.
-                copy = reduce.copy or self._copies.to_host(reduce.reduced, reduce.work)
+                copy = reduce.copy or copies.to_host(reduce.reduced, reduce.work)
                 with named_range("wait for reduce", reduce.gradients.name):
                     copy.wait_for_source()  # but not for the copy, so that `flat` returns to the allocator now
                 self._pending_d2h.append((reduce.gradients, copy))

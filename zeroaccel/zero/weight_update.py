@@ -141,6 +141,7 @@ class WeightUpdate:
         later = [unit for unit in self._units_for_later() if not any(id(b) in early for b in _trained(unit))]
         waiting = {id(buffer) for unit in later for buffer in _trained(unit)}
         gradients = [gradient for gradient in gradients if id(gradient.buffer) not in waiting]
+        gradients.sort(key=lambda gradient: not gradient.stays)  # the device updates while the host does
         own = [each.buffer for each in gradients]
         with self._new_weights(own, agrees=self._tiers.can_fail and bool(own)) as new:
             optimizer.begin_update()
@@ -208,7 +209,7 @@ class WeightUpdate:
         self.finish()
         gradients = self._reducer.gradients
         self._thread.begin([gradient.buffer for gradient in gradients], grad_scale)
-        for gradient in gradients:
+        for gradient in sorted(gradients, key=lambda gradient: gradient.stays):
             self._thread.add(gradient)
 
     # -- updates that the forward awaits
@@ -232,6 +233,8 @@ class WeightUpdate:
     def _may_wait(self, unit: ParamUnit) -> bool:
         """Returns True if the forward may await the unit's update: no rank reads stale weights, or waits for others."""
         trained = _trained(unit)
+        if any(buffer.masters.is_resident for buffer in trained):
+            return False
         if unit.is_swapped:  # all new weights would be in memory at a time
             return False
         if not unit.persistent:

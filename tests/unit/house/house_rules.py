@@ -63,8 +63,8 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "checkpoint": 6956,
     "cli": 7304,
     "comm": 3883,
-    "compat": 4067,
-    "config": 4556,
+    "compat": 4108,
+    "config": 4579,
     "data": 1001,
     "estimate": 2079,
     "offload": 1009,
@@ -72,10 +72,10 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "optim": 1336,
     "parallel": 4650,
     "rollout": 1214,
-    "setup": 1481,
-    "telemetry": 1493,
+    "setup": 1489,
+    "telemetry": 1495,
     "utils": 60,
-    "zero": 9621,
+    "zero": 9715,
 }
 LOOSE_LINES = 100
 MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 7
