@@ -563,11 +563,17 @@ class EngineBase(EngineCore):
         save_dir: PathLike,
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
+        *,
+        requantize: bool | PathLike = False,
     ) -> bool:
         """Writes the parameters, in the dtypes they have in the engine, and the buffers to one file. (all ranks)
 
         Rank 0 writes, at every stage, with one unit unsharded at a time. It streams a file that ends in .safetensors;
         for .bin, .pt and .pth it calls `torch.save`, with all weights in its memory.
+
+        Args:
+            requantize: encode weights as FP8 or MXFP4 files of the model's source do; see `docs/fp8_mxfp4.md`. A
+                folder, if the source is not that of the model's config.
 
         Returns:
             True: the file is written.
@@ -576,14 +582,22 @@ class EngineBase(EngineCore):
             CheckpointError: the file cannot be written.
         """
         self.checkpointer.save_16bit_model(
-            os.path.join(save_dir, save_filename), exclude_frozen=exclude_frozen_parameters
+            os.path.join(save_dir, save_filename), exclude_frozen=exclude_frozen_parameters, requantize=requantize
         )
         return True
 
     def save_model(
-        self, save_dir: PathLike, *, max_nbytes: int, pickled: bool = False, exclude_frozen_parameters: bool = False
+        self,
+        save_dir: PathLike,
+        *,
+        max_nbytes: int,
+        pickled: bool = False,
+        exclude_frozen_parameters: bool = False,
+        requantize: bool | PathLike = False,
     ) -> list[str]:
         """Writes the model as files of at most `max_nbytes` with an index, in the Hugging Face layout. (all ranks)
+
+        For `requantize` see `save_16bit_model`.
 
         Returns:
             The names of the files.
@@ -592,7 +606,7 @@ class EngineBase(EngineCore):
             CheckpointError: the folder cannot be written.
         """
         return self.checkpointer.save_model(
-            save_dir, max_nbytes, pickled=pickled, exclude_frozen=exclude_frozen_parameters
+            save_dir, max_nbytes, pickled=pickled, exclude_frozen=exclude_frozen_parameters, requantize=requantize
         )
 
     def consolidated_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
