@@ -216,7 +216,7 @@ def _has_length(loader: Any) -> bool:
 
 
 def _draw_earlier_epochs(loader: Any) -> None:
-    """Advances a generator that nobody has used by the epochs before this one, as Trainer does not save its state."""
+    """Advances a generator without draws by the epochs before this one, as Trainer does not save its state."""
     generator, sampler = _generator(loader), _sampler(loader)
     if generator is None or not loader.iteration or hasattr(sampler, "initial_seed"):
         return
