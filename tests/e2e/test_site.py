@@ -239,7 +239,7 @@ def test_no_page_is_wider_than_its_screen(site: Path, width: int) -> None:
     with browser() as launched:
         shown = launched.new_page(viewport={"width": width, "height": 900})
         wide = []
-        for path in sorted(site.glob("*.html")):
+        for path in sorted([*site.glob("*.html"), *site.glob("shown/*.html"), *site.glob("reference/*.html")]):
             shown.goto(path.as_uri())
             if shown.evaluate("document.documentElement.scrollWidth") > width:
                 wide.append(path.name)
