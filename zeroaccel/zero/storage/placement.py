@@ -320,7 +320,7 @@ class TierSet:
         """
         _check_space([need for need in needs if need.disk[1] != _MEMORY])
         if self._spare_plan.sizes:
-            self._choose_spares([need for need in needs if need.disk == (platform.node(), _MEMORY)])
+            self._choose_spares([need for need in needs if need.disk[1] == _MEMORY])
         # The check is complete before memory is allocated, so that a small disk does not fail in the middle of a run.
         section = self._rules.optimizer_section
         for name, plan in self._plans.items():
@@ -336,20 +336,23 @@ class TierSet:
                 )
 
     def _choose_spares(self, needs: Sequence[SpaceNeed]) -> None:
-        """Chooses the buffers with spare memory within the budget: first those whose gradients come first.
+        """Chooses the buffers with spare memory, equal on all ranks: first those whose gradients come first.
 
         Args:
-            needs: of the ranks on this machine.
+            needs: of all ranks.
         """
-        budget, sizes = self._rules.optimizer_section.spare_budget, self._spare_plan.sizes
-        nbytes, free = sum(need.nbytes for need in needs), min(need.free_nbytes for need in needs)
-        if budget == "auto":
-            budget = (free - nbytes) // len(needs)
-        elif nbytes > free:
+        setting, sizes = self._rules.optimizer_section.spare_budget, self._spare_plan.sizes
+        rooms: dict[str, int] = {}
+        for host in {need.disk[0] for need in needs}:
+            here = [need for need in needs if need.disk[0] == host]
+            rooms[host] = (min(need.free_nbytes for need in here) - sum(need.nbytes for need in here)) // len(here)
+        budget = min(rooms.values()) if setting == "auto" else setting
+        if setting != "auto" and min(rooms.values()) < 0:
+            short = min(rooms, key=rooms.__getitem__)
             raise ConfigError(
                 self._spare_key,
-                expected=f"{nbytes} bytes of free memory for masters, states and spares of {len(needs)} ranks here",
-                got=f"{free} bytes free",
+                expected=f"free memory on {short} for the masters, states and spares of its ranks",
+                got=f"{-rooms[short]} bytes too few for each rank",
                 fix='set it to fewer bytes, or to "auto"; or set update_during to "forward"',
             )
         total, chosen = 0, []
@@ -554,8 +557,8 @@ class _SparePlan:
 
 def _spare_plan(plans: Sequence[BufferPlan], formats_of: _FormatsOf) -> _SparePlan:
     sizes, own_nbytes = {}, 0
-    for plan in reversed(plans):
-        numel = plan.layout.shard_numel(plan.rank)
+    for plan in reversed([plan for plan in plans if plan.trainable]):
+        numel = plan.layout.largest_shard_numel
         formats = [formats_of(group, (_TRIED_NUMEL,)) for group in set(plan.param_groups)]
         of_states = max(sum(state.nbytes(numel) for state in states.values()) for states in formats)
         own_nbytes += fp32_nbytes(numel) + of_states
