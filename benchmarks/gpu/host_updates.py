@@ -16,34 +16,37 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
-
-from tests.cuda_model.modelled_ranks import modelled_rank  # first: it loads the library before torch
-
-from plans import SIZES, plan  # isort: skip
-from tests.cuda_model.configurations import Case
-from tests.cuda_model.stream_model import MAIN, Rates, StreamModel
-from tests.cuda_model.training_loops import LOOPS, Program, new_engine
-
-MEASURED = Rates(pinned=54e9, host=28 * 50e6 / 16.23e-3)
-PLANS: Mapping[str, Mapping[str, Any]] = {
-    "all in `step()`": {"update_during": "step"},
-    "all, in the next forward": {"update_during": "forward"},
-    "half in `step()`": {"update_during": "step", "ratio": 0.5},
-    "half, in the next forward": {"update_during": "forward", "ratio": 0.5},
+HOST_RATE = 28 * 50e6 / 16.23e-3
+PINNED_RATE = 54e9
+"""Bytes per second."""
+PLANS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
+    "stage 2, all in `step()`": (2, {"update_during": "step"}),
+    "stage 2, half in `step()`": (2, {"update_during": "step", "ratio": 0.5}),
+    "stage 3, parameters on the host, all in `step()`": (3, {"update_during": "step"}),
+    "stage 3, parameters on the host, all in the next forward": (3, {"update_during": "forward"}),
+    "stage 3, parameters on the host, half in `step()`": (3, {"update_during": "step", "ratio": 0.5}),
+    "stage 3, parameters on the host, half in the next forward": (3, {"update_during": "forward", "ratio": 0.5}),
 }
-"""What the host updates, and when -> keys of `offload_optimizer`."""
+"""Stage, share and time of updates on the host -> stage, and keys of `offload_optimizer`."""
 _STEPS = 4
 
 
-def step_ms(keys: Mapping[str, Any], size: str) -> tuple[float, float]:
-    """Returns milliseconds of a step at stage 2 on one rank, and the peak of device memory in GiB.
+def step_ms(stage: int, keys: Mapping[str, Any], size: str) -> tuple[float, float]:
+    """Returns milliseconds of a step on one rank, and the peak of device memory in GiB.
 
     Raises:
         RuntimeError: the model found an access that nothing orders.
     """
-    model = StreamModel(MEASURED)
-    case = Case(plan(2, offload_optimizer={"device": "cpu", **keys}), 1, size=SIZES[size])
+    from tests.cuda_model.modelled_ranks import modelled_rank  # first: it loads the library before torch
+
+    from plans import SIZES, plan  # isort: skip
+    from tests.cuda_model.configurations import Case
+    from tests.cuda_model.stream_model import MAIN, Rates, StreamModel
+    from tests.cuda_model.training_loops import LOOPS, Program, new_engine
+
+    model = StreamModel(Rates(pinned=PINNED_RATE, host=HOST_RATE))
+    params = {"offload_param": {"device": "cpu"}} if stage == 3 else {}
+    case = Case(plan(stage, offload_optimizer={"device": "cpu", **keys}, **params), 1, size=SIZES[size])
     begins = []
     with modelled_rank(1, model) as modelled:
         engine, tokens = new_engine(case)
@@ -57,18 +60,19 @@ def step_ms(keys: Mapping[str, Any], size: str) -> tuple[float, float]:
         modelled.turns.finish()
     shutil.rmtree(program.folder, ignore_errors=True)
     if model.findings:
-        raise RuntimeError(f"{keys}: {dict(model.findings)}")
+        raise RuntimeError(f"stage {stage}, {keys}: {dict(model.findings)}")
     return (begins[-1] - begins[-2]) * 1e3, peak / 2**30
 
 
 def main() -> None:
     """Prints the table."""
+    sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", choices=SIZES, default="large")
+    parser.add_argument("--size", choices=("small", "large"), default="large")
     size = parser.parse_args().size
     print("| the host updates | ms | device memory, GiB |\n|---|---:|---:|")
-    for name, keys in PLANS.items():
-        ms, peak = step_ms(keys, size)
+    for name, (stage, keys) in PLANS.items():
+        ms, peak = step_ms(stage, keys, size)
         print(f"| {name} | {ms:.0f} | {peak:.1f} |", flush=True)
 
 
