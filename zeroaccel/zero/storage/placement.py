@@ -555,7 +555,7 @@ class _SparePlan:
 
 def _spare_plan(plans: Sequence[BufferPlan], formats_of: _FormatsOf) -> _SparePlan:
     sizes, own_nbytes = {}, 0
-    for plan in reversed([plan for plan in plans if plan.trainable]):
+    for plan in reversed(plans):
         numel = plan.layout.largest_shard_numel
         formats = [formats_of(group, (_TRIED_NUMEL,)) for group in set(plan.param_groups)]
         of_states = max(sum(state.nbytes(numel) for state in states.values()) for states in formats)
