@@ -170,6 +170,14 @@ def _updates_on_the_host(config: Config) -> _Found:
             text=f'"{offload.update_during}" applies to updates on the host, but {where}',
             fix=f'{fix}, or update_during to "step"',
         )
+    residual = config.data_types.master_weights == "residual"
+    if offload.update_during == "backward" and (offload.device == "nvme" or residual):
+        where = 'data_types.master_weights is "residual"' if residual else 'offload_optimizer.device is "nvme"'
+        yield Problem(
+            path,
+            text=f'"backward" updates whole fp32 masters in memory, but {where}',
+            fix='set the key to "auto"',
+        )
 
 
 @_check("zero_optimization.stage", "zero_optimization.offload_optimizer", "data_types.master_weights")
@@ -191,14 +199,6 @@ def _resident_share(config: Config) -> _Found:
             text='data_types.master_weights "residual": the host joins weights and residuals, so no share stays on the '
             "device",
             fix='remove the key, or set master_weights to "fp32"',
-        )
-    residual = config.data_types.master_weights == "residual"
-    if offload.update_during == "backward" and (offload.device == "nvme" or residual):
-        where = 'data_types.master_weights is "residual"' if residual else 'offload_optimizer.device is "nvme"'
-        yield Problem(
-            path,
-            text=f'"backward" updates whole fp32 masters in memory, but {where}',
-            fix='set the key to "auto"',
         )
 
 
