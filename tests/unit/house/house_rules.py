@@ -162,6 +162,7 @@ ENGINE_LAYERS: tuple[tuple[str, ...], ...] = (
     ("coordinator", "grad_reducer", "module_copies", "param_check", "weight_writer"),
     ("sharded_optimizer",),
     ("update_thread",),
+    ("early_update",),
     ("weight_update", "storage.state_offload", "access.param_registry"),
     ("step_boundary", "access.full_params", "access.safe_get_set", "model_check"),
     ("build_units", "from_config", "hooks", "access.state_dicts"),
