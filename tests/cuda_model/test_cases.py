@@ -97,6 +97,7 @@ LOCKS: dict[str, int] = {
     # The first update that overlaps with another step's gradients needs a second slab for them.
     "stage 2, update during the next step": 1,
     "stage 3, both on the host, update during the next step": 1,
+    "stage 2, half of the optimizer on the host, update during the next step": 1,
     "stage 2, states in files, update during the next step": 1,
     # One buffer is less than a unit and the next one need, so that some exceed the budget.
     "stage 3, parameters in files, one buffer": 2,

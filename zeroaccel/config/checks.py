@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterator
 from zeroaccel.config.diagnostics import KeyPath, Problem
 from zeroaccel.config.schema import Config
 from zeroaccel.config.schema_zero import OffloadOptimizer, OffloadParam
-from zeroaccel.config.section import as_text
 from zeroaccel.config.shard_plan import shard_plan, tier_plan
 
 _HIGHEST_SCALE_POWER = 127
@@ -188,10 +187,10 @@ def _resident_share(config: Config) -> _Found:
     if offload is None:
         return
     path: KeyPath = ("zero_optimization", "offload_optimizer", "device_budget")
-    if offload.ratio < 1.0 and offload.device_budget is not None:
+    if offload.ratio < 1.0 and offload.device_budget:
         yield Problem(
             path,
-            text=f"{as_text(offload.device_budget)}, but ratio {offload.ratio} also says what stays on the device",
+            text=f"{offload.device_budget}, but ratio {offload.ratio} also says what stays on the device",
             fix="remove one of the two keys",
         )
     elif tiers.keeps_share and config.data_types.master_weights == "residual":

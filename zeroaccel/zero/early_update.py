@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -48,9 +48,8 @@ class _Spare:
     """
 
     def __init__(self, buffer: FlatBuffer, optimizer: ShardOptimizer) -> None:
-        assert isinstance(buffer.masters, SeparateMasters), "masters in a tier have no spare memory"
-        self.storage = buffer.masters
-        self.masters = buffer.masters.spare()
+        self.storage = cast(SeparateMasters, buffer.masters)  # `TierSet.spares` has no buffer with others
+        self.masters = self.storage.spare()
         self.states: list[dict[str, Any]] = [{} for _ in buffer.masters.pieces]
         self.sources: list[tuple[Tensor, dict[int, Tensor]]] = []
         self.is_exchanged = False
@@ -206,7 +205,7 @@ class EarlyUpdate:
             return set()
         now, used = hyperparameters(self._optimizer.param_groups), self._optimizer.defaults
         same = [all(old[name] == new[name] for name in used) for old, new in zip(self._groups, now, strict=True)]
-        kept = {
+        valid = {
             id(gradient.buffer)
             for gradient in begun
             if not self.missed
@@ -214,10 +213,10 @@ class EarlyUpdate:
             and self._spares[id(gradient.buffer)].is_current(gradient)
         }
         self._owner.spare_nbytes = sum(spare.nbytes for spare in self._spares.values())
-        self._thread.drop(keep=kept)
+        self._thread.drop(keep=valid)
         if not self.missed:
-            self._count(dropped=len(kept) < len(begun))
-        return kept
+            self._count(dropped=len(valid) < len(begun))
+        return valid
 
     def install(self, buffer: FlatBuffer) -> bool:
         """Makes the early update of a buffer the current values and weights; False if it failed, and changed nothing.

@@ -128,7 +128,7 @@ class WeightUpdate:
             OffloadError: a tier failed; on every rank. Masters and weights are a mixture of old and new.
         """
         optimizer, gradients, early = self._optimizer, self._reducer.gradients, self._early
-        kept = early.judge(grad_scale, gradients) if early is not None else set()
+        valid = early.judge(grad_scale, gradients) if early is not None else set()
         if grad_scale is None or self._awaits:
             self.finish()
         if grad_scale is None:
@@ -157,7 +157,7 @@ class WeightUpdate:
                 with new.weights_of(buffer):
                     if new.failure is not None or is_updated:
                         continue
-                    if early is None or id(buffer) not in kept or not early.install(buffer):
+                    if early is None or id(buffer) not in valid or not early.install(buffer):
                         # The kernel that updates masters also writes the rounded copies, with the masters in cache.
                         with optimizer.timed(), optimizer.writer.new_weights(buffer) as out:
                             groups, then = optimizer.optimizer.param_groups, following.get(id(buffer))

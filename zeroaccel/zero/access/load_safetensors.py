@@ -152,17 +152,21 @@ def load_safetensors(
             shards.shard(module)
     # Each rank reads only its own ranges. A file may be damaged or unreadable on one node, so the ranks agree.
     with agreed(collectives, "load_safetensors: read"), torch.no_grad(), closing(folder):
-        # An initializer may have removed parameters.
-        parameters = {m: own for m, own in plan.parameters.items() if all(m._parameters[n] is not None for n in own)}
-        for module, names in parameters.items():
-            make_room(module, names, shards)
-        for module, names in parameters.items():
-            load_module(module, {own: folder[name] for own, name in names.items()})
-        for (module, own), name in plan.buffers.items():
-            load_buffer(module, own, folder[name], where.device)
+        _read(plan, folder, shards, where.device)
     note_places(model)
     shards.watch_uses()
     return folder.read_nbytes
+
+
+def _read(plan: _Plan, folder: SafetensorsFolder, shards: ModuleShards, device: torch.device) -> None:
+    # An initializer may have removed parameters.
+    parameters = {m: own for m, own in plan.parameters.items() if all(m._parameters[n] is not None for n in own)}
+    for module, names in parameters.items():
+        make_room(module, names, shards)
+    for module, names in parameters.items():
+        load_module(module, {own: folder[name] for own, name in names.items()})
+    for (module, own), name in plan.buffers.items():
+        load_buffer(module, own, folder[name], device)
 
 
 @dataclass
@@ -347,10 +351,10 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
     """Returns the files of a file, folder or index, and the index: name of a tensor -> name of its file."""
     if ".index." in path.name and path.suffix == ".json":
-        return _indexed(path)
+        return indexed_files(path)
     if path.is_dir():
         index = sorted(path.glob("*.safetensors.index.json"))
-        files, names = _indexed(index[0]) if index else (sorted(path.glob("*.safetensors")), {})
+        files, names = indexed_files(index[0]) if index else (sorted(path.glob("*.safetensors")), {})
         if not files:
             raise UsageError(f"{path}", expected="a folder with *.safetensors files")
         return files, names
@@ -359,12 +363,13 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
     return [path], {}
 
 
-def _indexed(path: Path) -> tuple[list[Path], dict[str, str]]:
+def indexed_files(path: Path) -> tuple[list[Path], dict[str, str]]:
+    """Returns the files of an index, which are there, and the index: name of a tensor -> name of its file."""
     try:
         indexed = dict(parse_plain_json(read_at_most(path, MOST_HEADER_NBYTES))["weight_map"])
         names = sorted(set(indexed.values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path}: not an index of safetensors files ({type(error).__name__}: {error})") from error
+        raise UsageError(f"{path}: not an index of files ({type(error).__name__}: {error})") from error
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
             raise UsageError(f"{path}: file name", expected="the name of a file in the same folder", got=name)

@@ -12,7 +12,6 @@ import platform
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Literal
 
 import torch
 from torch import nn
@@ -20,7 +19,6 @@ from torch.optim import Optimizer
 
 from zeroaccel.config.schema import Config
 from zeroaccel.config.schema_zero import OffloadOptimizer, OffloadParam
-from zeroaccel.config.section import AUTO
 from zeroaccel.config.shard_plan import Residence, TierPlan, UpdateTime
 from zeroaccel.errors import ConfigError
 from zeroaccel.logs import logger
@@ -143,7 +141,7 @@ class OffloadRules:
     sub_group_numel: int
     splits_masters: bool = False
     host_share: float = 1.0
-    device_budget: int | Literal["auto"] = 0
+    device_budget: int = 0
     where: str = "zero_optimization"
 
     @classmethod
@@ -451,7 +449,7 @@ class TierSet:
     def _chosen(self, plans: Sequence[BufferPlan], formats_of: _FormatsOf) -> frozenset[str]:
         """Returns the keys of the buffers whose masters and states stay on the device; see [Note: resident share]."""
         rules = self._rules
-        if rules.host_share == 1.0 and rules.device_budget in (0, AUTO):
+        if rules.host_share == 1.0 and not rules.device_budget:
             return frozenset()
         by_share = rules.host_share < 1.0
         units: dict[str, int] = {}
@@ -459,7 +457,7 @@ class TierSet:
             each = 1.0 if by_share else self._nbytes_of_element(plan, formats_of)
             unit = plan.key.rpartition("/")[0]
             units[unit] = units.get(unit, 0) + math.ceil(plan.layout.largest_shard_numel * each)
-        room = int((1.0 - rules.host_share) * sum(units.values())) if by_share else int(rules.device_budget)
+        room = int((1.0 - rules.host_share) * sum(units.values())) if by_share else rules.device_budget
         chosen = set()
         for unit, size in units.items():
             if size <= room:
