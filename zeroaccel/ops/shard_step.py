@@ -349,12 +349,13 @@ class ShardOptimizer(NativeOptimizer):
         written: Sequence[Tensor | None],
         grad: Tensor,
         scalars: Sequence[np.generic],
-        parts: SplitMasters | None,
-        olds: Sequence[Tensor | None],
+        parts: SplitMasters | None = None,
+        olds: Sequence[Tensor | None] = (),
     ) -> None:
         kernel = type(self).block_kernel if self._in_blocks(written) else type(self).kernel
         assert kernel is not None, f"{type(self).__name__} has no kernel for moments in blocks"
         numel = grad.numel()
+        olds = olds or [None] * (len(written) - 1)
 
         def bind() -> Callable[[int, int], None]:
             master, *states, out = [None if flat is None else array_of(flat) for flat in written]
