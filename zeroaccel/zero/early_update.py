@@ -44,6 +44,7 @@ class _Spare:
         states: for each piece, its new state after an update.
         sources: for each piece, its part of `masters`, and the tensors from which the update reads, as in
             `ShardOptimizer.step_shard`.
+        is_exchanged: True after `exchange`.
     """
 
     def __init__(self, buffer: FlatBuffer, optimizer: ShardOptimizer) -> None:
@@ -51,6 +52,7 @@ class _Spare:
         self.masters = self.storage.spare()
         self.states: list[dict[str, Any]] = [{} for _ in buffer.masters.pieces]
         self.sources: list[tuple[Tensor, dict[int, Tensor]]] = []
+        self.is_exchanged = False
         self._optimizer = optimizer
         self._seen: list[tuple[object, object]] = []
 
@@ -59,7 +61,7 @@ class _Spare:
         self._seen = self._facts(gradient)
         memory = self._optimizer.host_memory or (lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype))
         spare = FlatTensor(self.storage.range, self.masters)
-        self.sources.clear()
+        self.sources, self.is_exchanged = [], False
         for index, piece in enumerate(self.storage.pieces):
             param, before, new = spare[piece.range].view(piece.shape), self.states[index], {}
             sources = {id(param): piece.param.detach()}
@@ -89,7 +91,7 @@ class _Spare:
 
     def exchange(self) -> None:
         """Makes the new masters and states the current ones."""
-        self.sources.clear()
+        self.is_exchanged = True
         self.masters = self.storage.exchange(self.masters)
         for index, piece in enumerate(self.storage.pieces):
             if new := self.states[index]:
@@ -115,7 +117,7 @@ class EarlyUpdate:
         keys: keys of the buffers that may have spare memory, equal on all ranks.
 
     Attributes:
-        keys: as passed in; empty once too many steps have missed.
+        keys: as passed in; empty while too many of the last steps have missed.
         missed: True if the last step had another factor than its early updates.
     """
 
@@ -123,6 +125,7 @@ class EarlyUpdate:
         assert isinstance(optimizer.optimizer, ShardOptimizer), "only native elementwise optimizers update out of place"
         self._owner, self._optimizer = optimizer, optimizer.optimizer
         self.keys, self.missed = keys, False
+        self._planned = keys
         self._spares: dict[int, _Spare] = {}
         self._thread = UpdateThread(optimizer, self._advance, device)
         self._twin = optimizer.optimizer
@@ -140,6 +143,12 @@ class EarlyUpdate:
         """
         self.drop()
         self._factor = factor
+        misses, paused = sum(self._misses), not self.keys
+        self.keys = () if misses > MOST_DROPPED and len(self._misses) == WINDOW else self._planned
+        if self._planned and paused is bool(self.keys):
+            change = "continue" if paused else "pause, and the next forward updates,"
+            reason = f"since {misses} of the last {WINDOW} steps clipped or overflowed"
+            log_once(logging.INFO if paused else logging.WARNING, f'{_KEY}: updates in "backward" {change} {reason}')
         if self._is_off or not self.keys:
             self._spares.clear()
             self._owner.spare_nbytes = 0
@@ -154,7 +163,7 @@ class EarlyUpdate:
     def add(self, gradient: GradientBuffer) -> None:
         """Starts the update of a buffer, if it has spare memory."""
         buffer = gradient.buffer
-        if self._is_off or buffer.key not in self.keys or self._thread.has(buffer):
+        if self._is_off or buffer.key not in self.keys or gradient.stays or self._thread.has(buffer):
             return
         try:
             if id(buffer) not in self._spares:
@@ -191,9 +200,6 @@ class EarlyUpdate:
         """
         self.missed = isinstance(factor, Tensor) or factor != self._factor
         self._misses.append(self.missed)
-        if self.keys and sum(self._misses) > MOST_DROPPED and len(self._misses) == WINDOW:
-            self._end(f"{sum(self._misses)} of the last {WINDOW} steps clipped or overflowed")
-            self.keys = ()
         begun = [gradient for gradient in gradients if self._thread.has(gradient.buffer)]
         if not begun:
             return set()
@@ -222,7 +228,7 @@ class EarlyUpdate:
         try:
             self._thread.install(buffer, spare.exchange)
         except OffloadError as error:
-            if not spare.sources:  # the exchange is done: a tier failed
+            if spare.is_exchanged:  # a tier failed
                 raise
             log_once(logging.WARNING, f'{_KEY} "backward": {error}; step() updates from the old values')
             self._count(dropped=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.support.training import ADAMW, SGD, Run, Toy, batches, config, differ
 from zeroaccel.engine import Engine
 from zeroaccel.errors import ConfigError
 from zeroaccel.logs import logger
-from zeroaccel.zero.early_update import WINDOW
+from zeroaccel.zero.early_update import WINDOW, EarlyUpdate
 from zeroaccel.zero.storage import placement
 
 CLIP = 21.0  # bites in some of the steps
@@ -107,7 +108,24 @@ def test_an_update_in_the_backward_gives_the_same_bits(ranks: Ranks, tmp_path: P
         for tier, (told, shares, skipped) in zip(tiers, found, strict=True):
             assert told == [], tier
             assert (0 < skipped < 6) == ("fp16" in name), skipped
-            assert {0.0, 1.0} == set(shares), shares  # some steps clip, others do not
+            assert set(shares) <= {0.0, 1.0}, shares
+            assert len(set(shares)) == 2 or (name, world) not in QUICK  # some steps clip, others do not
+
+
+def _swapped_before_the_norm(pair: tuple[Any, Any]) -> tuple[list[str], list[float], int]:
+    judge = EarlyUpdate.judge
+    EarlyUpdate.judge = lambda early, factor, gradients: judge(early, early._factor, gradients)  # type: ignore[method-assign]
+    try:
+        return _compare([pair], 4)[0]  # type: ignore[return-value]
+    finally:
+        EarlyUpdate.judge = judge  # type: ignore[method-assign]
+
+
+def test_spare_memory_that_is_exchanged_whatever_the_norm_is_found(ranks: Ranks, tmp_path: Path) -> None:
+    (pair,) = _pairs(tmp_path, [(2, "none")], **BF16, optimizer=SGD)
+    told, shares, _ = ranks(1).run(_swapped_before_the_norm, pair)[0]
+    assert "losses" in told
+    assert set(shares) == {1.0}
 
 
 # -- between the backward and the step
@@ -281,7 +299,7 @@ def test_an_early_update_that_fails_on_one_rank_is_done_in_the_step(ranks: Ranks
     assert found[-1][1] > 0 == found[-1][2]
 
 
-def _dropped_often(settings: dict[str, Any], steps: int) -> tuple[list[float], list[str], int]:
+def _dropped_often(settings: dict[str, Any], steps: int) -> tuple[list[float], list[str], int, bool]:
     engine, said = _make(settings), []
     optimizer = engine.sharded_optimizer
     assert optimizer is not None
@@ -290,28 +308,28 @@ def _dropped_often(settings: dict[str, Any], steps: int) -> tuple[list[float], l
     logger.addHandler(handler)
     try:
         losses = _steps(engine, batches(engine.collectives.rank, steps))
+        early, nbytes = optimizer.early_numel, optimizer.spare_nbytes
+        engine.settings = replace(engine.settings, clipping=1e9)
+        losses += _steps(engine, batches(engine.collectives.rank, steps))
     finally:
         logger.removeHandler(handler)
-    early, nbytes = optimizer.early_numel, optimizer.spare_nbytes
+    continued = optimizer.kept_numel > 0
     engine.destroy()
     assert nbytes == 0
-    return (
-        losses,
-        [text for text in said if "update_during" in text],
-        early // sum(b.own.numel for b in optimizer.buffers),
-    )
+    early //= sum(buffer.own.numel for buffer in optimizer.buffers)
+    return losses, [text for text in said if "update_during" in text], early, continued
 
 
-def test_early_updates_that_are_dropped_too_often_end(ranks: Ranks, tmp_path: Path) -> None:
+def test_early_updates_pause_while_most_steps_clip(ranks: Ranks, tmp_path: Path) -> None:
     settings = [_settings(tmp_path, during, 2, gradient_clipping=1e-3) for during in ("step", "backward")]
-    (expected, none, _), (losses, said, early) = (
-        ranks(1).run(_dropped_often, each, WINDOW + 4)[0] for each in settings
-    )
+    found = [ranks(1).run(_dropped_often, each, WINDOW + 4)[0] for each in settings]
+    (expected, none, *_), (losses, said, early, continued) = found
     assert losses == expected
     assert none == []
     assert early == WINDOW
+    assert continued
     (text,) = said
-    assert f'updates in "backward" end here: {WINDOW} of the last {WINDOW} steps clipped or overflowed' in text
+    assert f'"backward" pause, and the next forward updates, since {WINDOW} of the last {WINDOW} steps clipped' in text
 
 
 def test_the_budget_limits_the_spare_memory(ranks: Ranks, tmp_path: Path) -> None:

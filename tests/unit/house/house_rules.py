@@ -61,12 +61,12 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "": 1228,
     "accelerate": 4300,
     "checkpoint": 6956,
-    "cli": 7304,
+    "cli": 7311,
     "comm": 3883,
     "compat": 4168,
     "config": 4585,
     "data": 1001,
-    "estimate": 2121,
+    "estimate": 2123,
     "offload": 1009,
     "ops": 2446,
     "optim": 1341,
@@ -75,7 +75,7 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "setup": 1489,
     "telemetry": 1511,
     "utils": 60,
-    "zero": 9774,
+    "zero": 9729,
 }
 LOOSE_LINES = 100
 MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 7
