@@ -142,6 +142,11 @@ SEARCHES = {
     "how much memory do I need": "estimate models",
     "training is slow": "slow",
     "convert checkpoint to safetensors": "consolidate hand_over",
+    "error message": "errors",
+    "CUDA_HOME does not exist": "errors install",
+    "has been marked as ready twice": "errors activations",
+    "Watchdog caught collective operation timeout": "errors hangs",
+    "upgrade": "releases",
 }
 """Words in the search of the site -> the pages that answer them; one of these is the first or second result."""
 
@@ -152,8 +157,8 @@ def test_results_and_the_changelog_come_last_in_searches(site: Path) -> None:
     assert all(entry.get("boost", 1) < 0.1 for place, entry in places.items() if place.startswith("benchmarks/"))
     assert places["changelog.html"]["boost"] < 0.1
     for question, answers in SEARCHES.items():
-        found = [places[f"{answer}.html"] for answer in answers.split()]
-        assert all(entry["boost"] == 1 for entry in found), question
+        found = [places.get(f"{answer}.html") or places[f"reference/{answer}.html"] for answer in answers.split()]
+        assert all(entry["boost"] > 0.5 for entry in found), question
         words = [" ".join([entry["title"], *entry.get("tags", ())]).lower() for entry in found]
         assert any(question.lower().split()[0] in text for text in words), question
 
@@ -195,7 +200,7 @@ def _dom(page: str, *flags: str) -> str:
     """Returns the document after its scripts have run, in a browser without network access."""
     assert _CHROMIUM is not None
     words = [_CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * ~NOTFOUND", *flags]
-    result = run_command([*words, "--virtual-time-budget=100000", "--dump-dom", page], timeout=60)
+    result = run_command([*words, "--virtual-time-budget=300000", "--dump-dom", page], timeout=60)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
