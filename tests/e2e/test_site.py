@@ -189,7 +189,7 @@ _MEASURE = """<body><pre id="wide">running</pre><script>(async () => {
     const tables = frame.contentDocument.querySelectorAll("table");
     if (page === "reference/config_keys.html" && !tables.length) wide.push(page + ": no table");
     for (const table of tables)
-      if (table.scrollWidth > table.closest("article").clientWidth) wide.push(page + ": " + table.innerText);
+      if (table.scrollWidth > (table.closest("article") ?? frame.contentDocument.body).clientWidth) wide.push(page + ": " + table.innerText);
     frame.remove();
   }
   document.getElementById("wide").textContent = "[" + wide.join("; ") + "]";
@@ -200,7 +200,7 @@ def _dom(page: str, *flags: str) -> str:
     """Returns the document after its scripts have run, in a browser without network access."""
     assert _CHROMIUM is not None
     words = [_CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * ~NOTFOUND", *flags]
-    result = run_command([*words, "--virtual-time-budget=300000", "--dump-dom", page], timeout=60)
+    result = run_command([*words, "--virtual-time-budget=100000", "--dump-dom", page], timeout=60)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
