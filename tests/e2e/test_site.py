@@ -188,8 +188,10 @@ _MEASURE = """<body><pre id="wide">running</pre><script>(async () => {
     await new Promise((done) => { frame.onload = done; document.body.append(frame); });
     const tables = frame.contentDocument.querySelectorAll("table");
     if (page === "reference/config_keys.html" && !tables.length) wide.push(page + ": no table");
-    for (const table of tables)
-      if (table.scrollWidth > (table.closest("article") ?? frame.contentDocument.body).clientWidth) wide.push(page + ": " + table.innerText);
+    for (const table of tables) {
+      const around = table.closest("article") ?? frame.contentDocument.body;
+      if (table.scrollWidth > around.clientWidth) wide.push(page + ": " + table.innerText);
+    }
     frame.remove();
   }
   document.getElementById("wide").textContent = "[" + wide.join("; ") + "]";
