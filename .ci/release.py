@@ -2,6 +2,7 @@
 
     make release                                            # without project URLs
     make release RELEASE_ARGS="--repository https://..."    # with project URLs, and a README whose links lead there
+    make release RELEASE_ARGS=--draft                       # between two releases: without the check of the changelog
 
 The version is `zeroaccel.__version__`; CHANGELOG.md and CITATION.cff must have the same one. The archives contain the
 files that git tracks. The program uploads nothing and makes no tag.
@@ -143,6 +144,8 @@ def check_contents(wheel: Path, sdist: Path) -> None:
         there = set(archive.namelist())
     _expect(wheel, there, _IN_WHEEL)
     tops = {name.split("/")[0] for name in there if ".dist-info/" not in name}
+    if not any(name.endswith(".dist-info/licenses/LICENSE") for name in there):
+        raise ReleaseError(f"{wheel.name}: no LICENSE in it; see license_files in setup.cfg")
     if tops != {"zeroaccel"}:
         raise ReleaseError(f"{wheel.name}: expected the package zeroaccel alone, got {sorted(tops)}")
 
@@ -192,6 +195,9 @@ def check_installation(archive: Path, version: str, borrow: bool) -> None:
         said = run([program, "--version"], cwd=folder)
         if version not in said:
             raise ReleaseError(f"{archive.name}: `zeroaccel --version` said {said!r}")
+        listed = run([program, "--help"], cwd=folder)
+        if missing := [name for name in ("config", "estimate", "launch", "test") if f" {name} " not in listed]:
+            raise ReleaseError(f"{archive.name}: `zeroaccel --help` lists no {' and no '.join(missing)}")
         (folder / "train.py").write_text(_TRAINS)
         run([program, "launch", "--cpu", "--num_processes", "2", "train.py"], cwd=folder)
 
@@ -215,6 +221,7 @@ def main() -> int:
         "--repository", default="", metavar="URL", help="URL of the published tree, for links and project URLs"
     )
     parser.add_argument("--borrow", action="store_true", help="test installations with this environment's dependencies")
+    parser.add_argument("--draft", action="store_true", help="build although the changelog has no such version yet")
     parser.add_argument("--allow-dirty", action="store_true", help="build a tree with changes that are not committed")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder for the archives (%(default)s)")
     arguments = parser.parse_args()
@@ -223,7 +230,8 @@ def main() -> int:
         if changed and not arguments.allow_dirty:
             raise ReleaseError(f"the tree has changes that are not committed:\n{changed.rstrip()}")
         version = version_of(ROOT)
-        check_words(ROOT, version)
+        if not arguments.draft:
+            check_words(ROOT, version)
         with tempfile.TemporaryDirectory() as name:
             stage(ROOT, Path(name) / "tree", arguments.repository.rstrip("/"))
             wheel, sdist = build(Path(name) / "tree", Path(name) / "dist")

@@ -16,6 +16,7 @@ Config = Mapping[str, Any]
 _CPU = {"device": "cpu"}
 _IN_STEP = {**_CPU, "update_during": "step"}  # so that forward and backward can be timed without the update
 _FILE = {"device": "nvme", "nvme_path": "."}  # the model writes nothing there
+_HALF = {**_CPU, "ratio": 0.5}
 _PARAMETER_FILE = {**_FILE, "max_in_cpu": 0}
 # The engine gathers every unit before each use, prefetches some, and keeps none.
 _TRAVELS = {
@@ -134,6 +135,24 @@ CASES: Mapping[str, Case] = {
     ),
     "stage 3, both on the host, update during the next step": Case(
         config(3, offload_param=_CPU, offload_optimizer={**_CPU, "update_during": "next_step"}, **_TRAVELS), 4
+    ),
+    # a share of the masters on the device
+    "stage 2, half of the optimizer on the host": Case(config(2, offload_optimizer=_HALF)),
+    "stage 2, half of the optimizer on the host, several ranks": Case(config(2, offload_optimizer=_HALF), 4),
+    "stage 2, half of the optimizer on the host, accumulation": Case(
+        config(2, accumulation=2, offload_optimizer=_HALF), 4
+    ),
+    "stage 3, half of the optimizer on the host": Case(
+        config(3, "fp16", offload_optimizer=_HALF, offload_param=_CPU, **_TRAVELS), 4
+    ),
+    "stage 3, half of the optimizer on the host, fp32": Case(config(3, "fp32", offload_optimizer=_HALF, **_TRAVELS), 4),
+    "stage 2, half of the optimizer on the host, update during the next step": Case(
+        config(2, offload_optimizer={**_HALF, "update_during": "next_step"}), 4
+    ),
+    "stage 3, half of the states in files": Case(config(3, offload_optimizer={**_FILE, "ratio": 0.5}, **_TRAVELS), 4),
+    "stage 2, update during the backward": Case(config(2, offload_optimizer={**_CPU, "update_during": "backward"}), 4),
+    "stage 3, both on the host, update during the backward": Case(
+        config(3, offload_param=_CPU, offload_optimizer={**_CPU, "update_during": "backward"}, **_TRAVELS), 4
     ),
     # offload to files
     "stage 2, states in files": Case(config(2, offload_optimizer=_FILE), 4),
@@ -298,6 +317,10 @@ SLOW = frozenset(
         "stage 3, pp",
         "stage 1, accumulation",
         "stage 2, fp16",
+        "stage 2, half of the optimizer on the host, several ranks",
+        "stage 2, half of the optimizer on the host, accumulation",
+        "stage 3, half of the optimizer on the host, fp32",
+        "stage 3, half of the states in files",
         "stage 2, one rank",
         "stage 2, optimizer on the host, accumulation",
         "stage 2, optimizer on the host, small buckets",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -42,9 +43,13 @@ def _zeroaccel(folder: Path, *arguments: object, **environment: str) -> JobResul
     return run_command([sys.executable, "-m", "zeroaccel.cli", *arguments], 100.0, environment, folder)
 
 
-def test_every_stage_works_here(tmp_path: Path) -> None:
-    result = _zeroaccel(tmp_path, "test", "--cpu")
+def test_every_stage_works_here_without_a_compiler(tmp_path: Path) -> None:
+    for name in ("cc", "c++", "gcc", "g++", "clang", "clang++", "nvcc", "ninja"):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho $0 >>{tmp_path}/called\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
+    result = _zeroaccel(tmp_path, "test", "--cpu", PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     assert result.returncode == 0, result.stderr
+    assert not (tmp_path / "called").exists()
     lines = result.stdout.splitlines()
     assert len(lines) == 7
     assert "works; the others must have its losses" in lines[0]

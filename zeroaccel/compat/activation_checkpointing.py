@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
+
+import torch
 
 from zeroaccel import activations
 from zeroaccel.compat.library_config import from_library
@@ -101,3 +106,16 @@ def _tensor_parallel_group(mpu: Any) -> Any:
         if hasattr(mpu, name):
             return getattr(mpu, name)()
     return None
+
+
+def offloading_from_devices(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps TRL's `get_act_offloading_ctx_manager`, which fails on a machine without an accelerator."""
+
+    @functools.wraps(original)
+    def get(*args: Any, **kwargs: Any) -> Any:
+        if torch.accelerator.is_available():
+            return original(*args, **kwargs)
+        log_once(logging.WARNING, "activation_offloading: a CPU's activations are in host memory already; no effect")
+        return nullcontext()
+
+    return get

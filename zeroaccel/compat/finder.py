@@ -211,6 +211,16 @@ def _dequantizing(original: Any) -> Any:
     return init
 
 
+def _pinned_if_possible(original: Any) -> Any:
+    """Returns torch's `save_on_cpu`, which transformers asks for pinned memory also where no device could use it."""
+
+    @functools.wraps(original)
+    def save_on_cpu(pin_memory: bool = False, device_type: str = "cuda") -> Any:
+        return original(pin_memory and device_type != "cpu", device_type)
+
+    return save_on_cpu
+
+
 def _in(module: str, name: str) -> Callable[[Any], Any]:
     """Returns a patch, and imports it on its first use."""
     return lambda original: getattr(import_module(f"zeroaccel.compat.{module}"), name)(original)
@@ -232,12 +242,18 @@ _PATCHED: Mapping[str, Sequence[tuple[str, str, Callable[[Any], Any]]]] = {
     "transformers.modeling_utils": [
         ("PreTrainedModel", "from_pretrained", _sharded_while_loading),
         ("PreTrainedModel", "_load_pretrained_model", _by_ranges),
+        ("", "save_on_cpu", _pinned_if_possible),
     ],
     "transformers.quantizers.base": [("HfQuantizer", "__init__", _dequantizing)],
     "transformers.trainer": [
         ("Trainer", "train", _saving_states),
         ("Trainer", "get_batch_samples", _with_token_counts),
     ],
+    "trl.models.activation_offloading": [
+        ("", "get_act_offloading_ctx_manager", _in("activation_checkpointing", "offloading_from_devices")),
+        ("OffloadActivations", "__enter__", _in("parameters", "sparing_weights")),
+    ],
+    "trl.trainer.utils": [("", "maybe_gather_lm_head_ctx", _in("parameters", "gathering_saved"))],
     "peft.tuners.trainable_tokens.layer": [("TrainableTokensLayer", "_collect_token_weights", _rows_on_any_device)],
 }
 """Module -> (class, method, function that returns its replacement), for each patch; "" for the module's functions."""

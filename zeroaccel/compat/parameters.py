@@ -9,6 +9,7 @@ program reads None because the engine has the gradient.
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 import logging
 import sys
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zeroaccel.logs import log_once
-from zeroaccel.zero.access.param_registry import ParamHandle, ParamRegistry, handle_of
+from zeroaccel.zero.access.param_registry import ParamHandle, ParamRegistry, handle_of, parameter_of
 from zeroaccel.zero.param_unit import ShardState
 
 
@@ -185,6 +186,35 @@ _WHOLE_MEMBERS: dict[str, Callable[[nn.Parameter], Any]] = {
     "ds_tensor": lambda param: param.detach().flatten(),
     "partition_numel": lambda param: param.numel,
 }
+
+
+# -- TRL's calls, which recognise weights by their parameters and by addresses of before they were sharded
+
+
+def gathering_saved(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `maybe_gather_lm_head_ctx`: finds the weights of views that autograd saved; copies have their values."""
+
+    @functools.wraps(original)
+    def gather(*params: Tensor | None) -> Any:
+        weights = [parameter_of(param) for param in params if param is not None]
+        return original(*[weight for weight in weights if isinstance(weight, nn.Parameter)])
+
+    return gather
+
+
+def sparing_weights(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `OffloadActivations.__enter__`: gathered weights stay, since backward gathers them again."""
+
+    @functools.wraps(original)
+    def enter(context: Any) -> Any:
+        buffers = [buffer for registry in _REGISTRIES for unit in registry.units for buffer in unit.buffers]
+        weights = {buffer.full.untyped_storage()._cdata for buffer in buffers}
+        pack, unpack = vars(context).setdefault("_zeroaccel_hooks", (context.pack_hook, context.unpack_hook))
+        context.pack_hook = lambda saved: saved if saved.untyped_storage()._cdata in weights else pack(saved)
+        context.unpack_hook = lambda saved: saved if isinstance(saved, Tensor) else unpack(saved)
+        return original(context)
+
+    return enter
 
 
 def _no_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

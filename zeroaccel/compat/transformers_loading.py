@@ -16,7 +16,7 @@ import sys
 import time
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -35,17 +35,18 @@ from zeroaccel.logs import logger
 from zeroaccel.zero.access.coded_weights import CODES, as_codes
 from zeroaccel.zero.access.deferred_init import ModuleShards, ShardTarget, note_places
 from zeroaccel.zero.access.lazy_tensors import LazyTensor, Loaded, Stored
-from zeroaccel.zero.access.load_safetensors import SafetensorsFolder, load_buffer, load_module
+from zeroaccel.zero.access.load_safetensors import SafetensorsFolder, indexed_files, load_buffer, load_module, make_room
 from zeroaccel.zero.access.safetensors_file import dtype_name, tensor_locations
 from zeroaccel.zero.from_config import DTYPES
 
 _CONVERSIONS = "transformers.core_model_loading"
+_INTEGRATION = "transformers.integrations.deepspeed"
 _DEQUANTIZED = ("fp8", "mxfp8", "mxfp4")
 
 
 def codes_dtype() -> torch.dtype | None:
     """Returns the dtype to compute in with frozen weights that stay codes; None if the job's config decodes them."""
-    source = sys.modules["transformers.integrations.deepspeed"].deepspeed_config()
+    source = sys.modules[_INTEGRATION].deepspeed_config()
     if source is None:
         return None
     settings = load_config(from_library(source), unknown_keys="lenient")
@@ -76,52 +77,94 @@ def load(
     if state_dict is None and load_config.hf_quantizer is None:
         _refuse_codes(model, checkpoint_files or ())
     if state_dict is not None or not _is_for_ranges(checkpoint_files, load_config):
-        return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+        made = original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+        if state_dict is None and checkpoint_files and sys.modules[_INTEGRATION].deepspeed_config() is not None:
+            missing, unexpected = made[0].missing_keys, made[0].unexpected_keys
+            num_found = len(model.state_dict().keys() - missing)
+            _check_model(
+                Path(checkpoint_files[0]).parent, num_found, unexpected, len(missing), num_found + len(unexpected)
+            )
+        return made
     return _load(model, [Path(file) for file in checkpoint_files], load_config), None
 
 
 def check_folder(path: Any, subfolder: str, variant: str | None) -> None:
-    """Raises the same error on every rank if a rank cannot read the files of a local checkpoint. (all ranks at stage 3)
+    """Raises an error that names the file if the files of a local checkpoint are damaged, in jobs with a config.
 
-    transformers reads them on each rank before the ranks meet: the others would wait for a rank that fails there.
+    At stage 3 every rank raises it (all ranks): transformers reads files before the ranks meet, and the others would
+    wait for a rank that fails there. Below stage 3, scripts load on one rank, or on one after the other.
     """
-    deepspeed = sys.modules["transformers.integrations.deepspeed"]
+    deepspeed = sys.modules[_INTEGRATION]
     is_path = isinstance(path, (str, os.PathLike))
-    if not is_path or not deepspeed.is_deepspeed_zero3_enabled() or not torch.distributed.is_initialized():
+    if not is_path or not torch.distributed.is_initialized() or deepspeed.deepspeed_config() is None:
+        return
+    folder = Path(path, subfolder)
+    is_there, suffix = os.path.isdir(folder), f".{variant}" if variant else ""
+    if not deepspeed.is_deepspeed_zero3_enabled():
+        if is_there:
+            _check_files(folder, suffix)
         return
     collectives = Collectives(init_process_group())
-    folder = Path(path, subfolder)
-    is_there = collectives.gather_objects(folder.is_dir(), "from_pretrained: is there a folder")
-    if not any(is_there):
+    if not any(collectives.gather_objects(is_there, "from_pretrained: is there a folder")):
         return  # a name on a hub, or an error that transformers raises on every rank
     with agreed(collectives, "from_pretrained: folder"):
-        if not folder.is_dir():
+        if not is_there:
             raise UsageError(
                 f"from_pretrained: {folder}", expected="the folder that other ranks have", got="no readable folder here"
             )
-        _check_files(folder, f".{variant}" if variant else "")
+        _check_files(folder, suffix)
 
 
 def _check_files(folder: Path, variant: str) -> None:
-    single, index = folder / f"model{variant}.safetensors", folder / f"model.safetensors.index{variant}.json"
+    """Raises UsageError or CheckpointError if transformers would load damaged files of a folder."""
     try:
         names = {file.name for file in folder.iterdir()}
         (folder / "config.json").read_bytes() if "config.json" in names else None
-        if single.name in names:
-            SafetensorsFolder(single)
-        elif index.name in names:
-            SafetensorsFolder(index)
+        for name in (f"model{variant}.safetensors", f"model.safetensors.index{variant}.json"):
+            if name in names:
+                SafetensorsFolder(folder / name)
+                return
+        if f"pytorch_model{variant}.bin" in names:
+            files = [folder / f"pytorch_model{variant}.bin"]
+        elif (index := f"pytorch_model.bin.index{variant}.json") in names:
+            files = indexed_files(folder / index)[0]
+        else:
+            return
+        for file in files:
+            with open(file, "rb") as opened:
+                begin = opened.read(2)
+            # A pickle of a torch before 1.6 is not a zip file; a damaged zip file still begins like one.
+            if not _has_ranges(str(file)) and begin in (b"PK", b""):
+                _mapped(file)
     except OSError as error:
         raise UsageError(f"{error.filename or folder}: cannot be read ({error.strerror or error})") from error
-    except UsageError as error:
+    except (UsageError, CheckpointError) as error:
         partial = [*folder.glob("*.incomplete"), *folder.glob(".cache/huggingface/download/*.incomplete")]
         if not partial:
             raise
         raise UsageError(f"{error}. A download of {folder} is not complete: {partial[0]}") from error
 
 
+def _check_model(folder: Path, num_found: int, others: Collection[str], num_missing: int, num_values: int) -> None:
+    """Raises UsageError if files have hardly any tensor of the model, which another config.json describes.
+
+    Args:
+        num_found: number of the files' tensors that the model has.
+        others: names of tensors in the files.
+        num_missing: number of the model's tensors that the files do not have.
+        num_values: number of tensors in the files.
+    """
+    if 10 * num_found < min(num_values, num_missing):
+        raise UsageError(
+            f"from_pretrained: {folder}",
+            expected="weights of the model that config.json describes",
+            got=f"{num_values} tensors, {num_found or 'none'} of which the model has: {listed(sorted(others))}",
+            fix="download config.json and the weights from the same source",
+        )
+
+
 def _is_for_ranges(files: Sequence[str] | None, load_config: Any) -> bool:
-    deepspeed = sys.modules["transformers.integrations.deepspeed"]
+    deepspeed = sys.modules[_INTEGRATION]
     library = sys.modules.get(_CONVERSIONS)  # transformers 4 has no such module
     quantizer = load_config.hf_quantizer
     if not files or not hasattr(library, "set_param_for_module"):
@@ -256,13 +299,7 @@ class _Targets:
     def check(self, values: Mapping[str, Tensor], files: Sequence[Path], num_missing: int) -> None:
         """Raises UsageError if the files belong to another model, or have codes without known scales."""
         found = sum(map(len, self.parameters.values())) + len(self.buffers) + self.num_mismatches
-        if 10 * found < min(len(values), num_missing):
-            raise UsageError(
-                f"from_pretrained: {files[0].parent}",
-                expected="weights of the model that config.json describes",
-                got=f"{len(values)} tensors, {found or 'none'} of which the model has: {listed(sorted(values))}",
-                fix="download config.json and the weights from the same source",
-            )
+        _check_model(files[0].parent, found, values, num_missing, len(values))
         if self._misfits:
             raise UsageError(
                 "from_pretrained: weights in 8 bits or fewer, which mean nothing without their scales: "
@@ -274,7 +311,7 @@ class _Targets:
 
 def _fill(model: Any, targets: _Targets, safe: SafetensorsFolder, collectives: Collectives) -> None:
     """Reads this rank's ranges. (all ranks)"""
-    deepspeed = sys.modules["transformers.integrations.deepspeed"]
+    deepspeed = sys.modules[_INTEGRATION]
     # For parameters on the meta device, where transformers builds models with a quantization config.
     shards = DeepSpeedInit(config_dict_or_path=deepspeed.deepspeed_config()).shards
     if shards is None:  # below stage 3, as transformers does
@@ -286,7 +323,9 @@ def _fill(model: Any, targets: _Targets, safe: SafetensorsFolder, collectives: C
     total = sum(each.numel() * each.element_size() for each in _values(targets))
     with agreed(collectives, "from_pretrained: read"), torch.no_grad(), closing(safe), _bar(total, collectives) as show:
         for module, values in targets.parameters.items():
-            load_module(module, values, shards, whole=whole)
+            make_room(module, values, shards, whole=whole)
+        for module, values in targets.parameters.items():
+            load_module(module, values)
             show(sum(each.numel() * each.element_size() for each in values.values()))
         for (module, own), value in targets.buffers.items():
             load_buffer(module, own, value, shards.destination.device)

@@ -162,10 +162,13 @@ def _updates_on_the_host(config: Config) -> _Found:
         return
     if tier_plan(config).optimizer == "device":
         where = 'offload_optimizer.device is "none"' if offload.device == "none" else "nothing is offloaded at stage 0"
+        fix = _TO_HOST[offload.device == "none"]
+        if offload.device != "none" and shard_plan(config).optimizer:
+            where, fix = "offload_optimizer.ratio is 0: the device updates everything", "set ratio above 0"
         yield Problem(
             path,
             text=f'"{offload.update_during}" applies to updates on the host, but {where}',
-            fix=f'{_TO_HOST[offload.device == "none"]}, or update_during to "step"',
+            fix=f'{fix}, or update_during to "step"',
         )
     residual = config.data_types.master_weights == "residual"
     if offload.update_during == "backward" and (offload.device == "nvme" or residual):
@@ -174,6 +177,28 @@ def _updates_on_the_host(config: Config) -> _Found:
             path,
             text=f'"backward" updates whole fp32 masters in memory, but {where}',
             fix='set the key to "auto"',
+        )
+
+
+@_check("zero_optimization.stage", "zero_optimization.offload_optimizer", "data_types.master_weights")
+def _resident_share(config: Config) -> _Found:
+    """Finds two sizes of the share of masters that stays on the device, and masters that cannot stay there."""
+    offload, tiers = config.zero_optimization.offload_optimizer, tier_plan(config)
+    if offload is None:
+        return
+    path: KeyPath = ("zero_optimization", "offload_optimizer", "device_budget")
+    if offload.ratio < 1.0 and offload.device_budget:
+        yield Problem(
+            path,
+            text=f"{offload.device_budget}, but ratio {offload.ratio} also says what stays on the device",
+            fix="remove one of the two keys",
+        )
+    elif tiers.keeps_share and config.data_types.master_weights == "residual":
+        yield Problem(
+            path if tiers.device_budget else (*path[:-1], "ratio"),
+            text='data_types.master_weights "residual": the host joins weights and residuals, so no share stays on the '
+            "device",
+            fix='remove the key, or set master_weights to "fp32"',
         )
 
 

@@ -20,6 +20,7 @@ from zeroaccel.config.section import (
     nested_section,
     out_of_quotes,
     spellings,
+    takes_auto,
 )
 
 UnknownKeys = Literal["strict", "standard", "lenient"]
@@ -110,9 +111,8 @@ class NormalizedConfig:
         value = self._read(bool if nested is not None and nested.from_flag else field.annotation, value, written)
         if self._is_duplicate(target, written, agrees=name in tree and _is_plain(value) and tree[name] == value):
             return
-        # The tree omits "auto", so that the schema's default applies until facts fill the key. If "auto" is the
-        # default, it is an ordinary value.
-        if _is_auto(value) and field.default != AUTO:
+        # The tree omits "auto", so that the schema's default applies until facts fill the key.
+        if _is_auto(value) and not takes_auto(field):
             self.unresolved.append(target)
         elif nested is not None and isinstance(value, bool) and value in nested.from_flag:
             meaning = nested.from_flag[value]

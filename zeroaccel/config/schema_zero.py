@@ -21,6 +21,8 @@ from zeroaccel.config.section import (
     Fraction,
     FreeSection,
     Integer,
+    Nbytes,
+    NbytesOrAuto,
     OpenFraction,
     PathText,
     PositiveCount,
@@ -41,10 +43,6 @@ def _stage(value: object) -> int:
 Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_stage)]
 Device = Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(lowered)]
 UpdateDuring = Annotated[Literal["auto", "step", "forward", "backward", "next_step"], BeforeValidator(lowered)]
-Budget = Annotated[
-    int | Literal["auto"],
-    checked(lambda value: value == AUTO or (type(value) is int and value >= 0), '"auto" or a number of bytes'),
-]
 FrozenFormat = Annotated[Literal["int8", "nf4", "mxfp4", "codes"], BeforeValidator(lowered)]
 Interval = Annotated[
     int | Literal["auto"],
@@ -91,10 +89,12 @@ class OffloadOptimizer(ConfigSection):
     update_during: UpdateDuring = "auto"
     """"step" updates in step(); "forward" in the next forward and "backward" before step(), with the same results;
     "next_step" one step late."""
-    spare_budget: Budget = "auto"
+    spare_budget: NbytesOrAuto = "auto"
     """Bytes of host memory per rank for updates in "backward"; "auto" is all that they can use, if it is free."""
-    ratio: Fraction | None = None
-    """The host's share of each update, 0 to 1; the host does all of it."""
+    ratio: Fraction = 1.0
+    """Share of the parameters that the host updates, 0 to 1; masters and states of the others stay on the device."""
+    device_budget: Nbytes = 0
+    """Bytes of masters and states per rank that stay on the device, such as "4GB"; the host updates the others."""
     super_offload: Flag = False
     """Use a schedule for machines with a fast link between host and device (stage 3)."""
     convert_grad_on_cpu: Flag = True

@@ -47,7 +47,7 @@ def _for_editors(schema: dict[str, Any], section: type[ConfigSection]) -> None:
     """Completes the JSON Schema of one section: adds "auto" as a value and the other spellings as keys."""
     properties = schema.get("properties", {})
     for name, field in section.model_fields.items():
-        if nested_section(field) is None and field.default != AUTO:
+        if nested_section(field) is None and not takes_auto(field):
             properties[name] = _or_auto(properties[name])
         for other in spellings(field):
             properties[other.name] = properties[name] | ({"deprecated": True} if other.deprecated else {})
@@ -113,6 +113,11 @@ def nested_section(field: FieldInfo) -> type[ConfigSection] | None:
         if isinstance(candidate, type) and get_origin(candidate) is None and issubclass(candidate, ConfigSection):
             return candidate
     return None
+
+
+def takes_auto(field: FieldInfo) -> bool:
+    """Returns True if "auto" is an ordinary value of a field, and not a gap that facts about the job fill."""
+    return AUTO in (field.default, *leaves(field.annotation))
 
 
 def spellings(field: FieldInfo) -> list[AlsoSpelled]:
@@ -186,6 +191,23 @@ def _number(value: object) -> float:
         if number - number == 0.0:  # false for infinities and NaN
             return number
     raise wrong("a finite number")
+
+
+def _nbytes(value: object) -> int:
+    size = (
+        re.fullmatch(r"(\d{1,12}(?:\.\d+)?)\s*([kmgt]?)(i?)b", value.strip().lower())
+        if isinstance(value, str)
+        else None
+    )
+    if size is not None:
+        return int(float(size[1]) * (1024 if size[3] else 1000) ** " kmgt".index(size[2] or " "))
+    if (number := as_integer(value)) is not None and number >= 0:
+        return number
+    raise wrong('a number of bytes of at least 0, or a size such as "4GB" or "512MiB"')
+
+
+def _nbytes_or_auto(value: object) -> object:
+    return AUTO if lowered(value) == AUTO else _nbytes(value)
 
 
 def _flag(value: object) -> bool:
@@ -293,6 +315,8 @@ NonNegativeNumber = Annotated[float, Field(ge=0), BeforeValidator(_number)]
 PositiveNumber = Annotated[float, Field(gt=0), BeforeValidator(_number)]
 Fraction = Annotated[float, Field(ge=0, le=1), BeforeValidator(_number)]
 OpenFraction = Annotated[float, Field(gt=0, lt=1), BeforeValidator(_number)]
+Nbytes = Annotated[int, BeforeValidator(_nbytes)]
+NbytesOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_nbytes_or_auto)]
 Flag = Annotated[bool, BeforeValidator(_flag)]
 Text = Annotated[str, checked(lambda value: isinstance(value, str), "a string")]
 Name = Annotated[str, checked(lambda value: isinstance(value, str) and bool(value.strip()), "a non-empty string")]

@@ -43,11 +43,20 @@ class TierPlan:
 
     Attributes:
         param: shards of the parameters.
-        optimizer: master weights and optimizer states.
+        optimizer: master weights and optimizer states; "device" if all of them stay there.
+        host_share: with the optimizer elsewhere, the share of the parameters that the host updates.
+        device_budget: bytes of masters and states that stay on the device.
     """
 
     param: Residence
     optimizer: Residence
+    host_share: float = 1.0
+    device_budget: int = 0
+
+    @property
+    def keeps_share(self) -> bool:
+        """True if some masters and states may stay on the device while the others are elsewhere."""
+        return self.optimizer != "device" and (self.host_share < 1.0 or self.device_budget != 0)
 
 
 def shard_plan(config: Config) -> ShardPlan:
@@ -65,10 +74,11 @@ def shard_plan(config: Config) -> ShardPlan:
 def tier_plan(config: Config) -> TierPlan:
     """Returns the residences of sharded states according to `offload_param` and `offload_optimizer`."""
     zero, plan = config.zero_optimization, shard_plan(config)
-    return TierPlan(
-        param=_RESIDENCES[zero.offload_param.device] if zero.offload_param and plan.params else "device",
-        optimizer=_RESIDENCES[zero.offload_optimizer.device] if zero.offload_optimizer and plan.optimizer else "device",
-    )
+    param = _RESIDENCES[zero.offload_param.device] if zero.offload_param and plan.params else "device"
+    offload = zero.offload_optimizer
+    if offload is None or offload.device == "none" or not plan.optimizer or offload.ratio == 0:
+        return TierPlan(param, "device")
+    return TierPlan(param, _RESIDENCES[offload.device], offload.ratio, offload.device_budget)
 
 
 def overlaps_communication(config: Config, *, has_streams: bool) -> bool:

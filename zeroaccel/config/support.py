@@ -81,6 +81,13 @@ def _no_states_to_offload(config: Config) -> str:
     return "optimizer states are sharded from stage 1 on, and the stage is 0: they stay on the model's device"
 
 
+def _nothing_leaves(config: Config) -> str:
+    offload = config.zero_optimization.offload_optimizer
+    if offload is None or offload.device == "none":
+        return 'offload_optimizer.device is "none", so that all masters and states stay on the device'
+    return _no_states_to_offload(config)
+
+
 def _nothing_is_chosen(config: Config) -> str:
     parts = config.data_efficiency.model_extra or {}
     if any(
@@ -123,6 +130,7 @@ def _nothing_is_compiled(config: Config) -> str:
 
 
 _STAGE = ("zero_optimization", "zero_optimization.stage")
+_OFFLOAD = (*_STAGE, "zero_optimization.offload_optimizer", "zero_optimization.offload_optimizer.device")
 _AT_STAGE_3 = SupportStatus(Kind.WORKS, idle=_works_at_stage_3, depends=_STAGE)
 _OF_APEX = _ignored("zeroaccel does not use Apex; fp16 and bf16 set the precision")
 _OF_FP16 = _ignored("bf16 needs no loss scale; this is a key of fp16")
@@ -196,7 +204,10 @@ _TABLE: Mapping[str, SupportStatus] = {
     "zero_optimization.offload_param.device": SupportStatus(Kind.WORKS, idle=_no_shards_to_offload, depends=_STAGE),
     "zero_optimization.offload_optimizer.device": SupportStatus(Kind.WORKS, idle=_no_states_to_offload, depends=_STAGE),
     "zero_optimization.offload_optimizer.fast_init": _ignored("creating a file reserves its space without writing"),
-    "zero_optimization.offload_optimizer.ratio": _ignored("the host updates everything, with the same results"),
+    **{
+        f"zero_optimization.offload_optimizer.{key}": SupportStatus(Kind.WORKS, idle=_nothing_leaves, depends=_OFFLOAD)
+        for key in ("ratio", "device_budget")
+    },
     "zero_optimization.offload_optimizer.super_offload": _unsupported(
         "the host updates in the usual order; update_during sets the time"
     ),

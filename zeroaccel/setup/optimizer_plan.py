@@ -145,6 +145,14 @@ def _check_coupled(optimizer: Optimizer, reason: str, config: Config, shards: Sh
                 got='"residual"' if key.startswith("data") else '"nvme"',
                 fix='use "fp32" and "cpu", or another optimizer',
             )
+    if tiers.keeps_share:
+        key = "ratio" if tiers.host_share < 1.0 else "device_budget"
+        raise ConfigError(
+            f"{config.where(f'zero_optimization.offload_optimizer.{key}')}: optimizer {name} updates all parameters at "
+            f"once: {reason}",
+            expected="all masters in one memory",
+            fix="remove the key, or use an elementwise optimizer, such as AdamW",
+        )
 
 
 def _optimizer(

@@ -103,7 +103,6 @@ class GradientBuffer:
         pending_numel: number of elements of the pending gradients.
         paddings: the ranges of `flat` that belong to no parameter.
         launched: True if the reduction of this backward has started.
-        examined: results of a pass over `shard`; None without one, or if the shard has changed.
         comm_dtype: dtype of the reduction.
     """
 
@@ -117,13 +116,31 @@ class GradientBuffer:
     written: set[int] = field(default_factory=set)
     over: bool = False
     launched: bool = False
-    examined: Examined | None = None
     pending: dict[int, Tensor] = field(default_factory=dict)
     pending_numel: int = 0
     paddings: tuple[slice, ...] = field(init=False)
+    _examined: tuple[Examined, int, int] | None = None  # with address and version of the shard
 
     def __post_init__(self) -> None:
         self.paddings = tuple(part.at(0) for part in self.buffer.layout.padding())
+
+    @property
+    def stays(self) -> bool:
+        """True if the device updates its masters, in an engine whose other gradients go to host memory."""
+        return self.buffer.masters.is_resident
+
+    @property
+    def examined(self) -> Examined | None:
+        """The results of a pass over `shard`; None without one, or if anything has written to the shard since."""
+        if self._examined is None or self.shard is None:
+            return None
+        found, *seen = self._examined
+        return found if seen == [self.shard.data_ptr(), self.shard._version] else None
+
+    @examined.setter
+    def examined(self, found: Examined | None) -> None:
+        shard = self.shard
+        self._examined = None if found is None or shard is None else (found, shard.data_ptr(), shard._version)
 
     @property
     def complete(self) -> bool:
@@ -139,11 +156,13 @@ class GradientBuffer:
 
     def largest(self) -> float:
         """Returns the largest magnitude of the shard, in host memory; inf if an element is not finite."""
-        return max_abs(self._own()) if self.examined is None else self.examined.largest
+        examined = self.examined
+        return max_abs(self._own()) if examined is None else examined.largest
 
     def square_sums(self, exponent: int) -> tuple[int, int]:
         """Returns `reductions.square_sums` of the shard, in host memory."""
-        known = {} if self.examined is None else self.examined.sums
+        examined = self.examined
+        known = {} if examined is None else examined.sums
         return known[exponent] if exponent in known else square_sums(self._own(), exponent)
 
     def _own(self) -> Tensor:
@@ -208,7 +227,7 @@ class GradientBuffer:
 
     def clear(self) -> None:
         """Drops all gradients."""
-        self.flat = self.shard = self.full = self.examined = None
+        self.flat = self.shard = self.full = self._examined = None
         self.forget_pending()
         self.ready.clear()
         self.written.clear()
@@ -296,8 +315,11 @@ class GradReducer:
 
     @property
     def leaves_device(self) -> bool:
-        """True if reduced gradients go to host memory, for a step there."""
+        """True if reduced gradients go to host memory, for a step there; some may stay."""
         return self._copies is not None
+
+    def _copies_of(self, gradients: GradientBuffer) -> CopyStream | None:
+        return None if gradients.stays else self._copies
 
     # -- one backward
 
@@ -399,17 +421,20 @@ class GradReducer:
         joined = []
         if join is not None and self._largest is not None and self._copies is not None:
             self._copies.join()
+            for gradients in self.gradients:
+                if gradients.stays and gradients.shard is not None:
+                    self._examine(gradients, gradients.shard)
             found = [join(self._largest), *([] if self._sums is None else [self._sums])]
             joined = [self._copies.to_host(each, DONE) for each in found]
         self._land_copies()
-        self._on_final = None
         if joined:
-            self.facts, *sums = [each.landed() for each in joined]
+            self.facts, *sums = [each.landed() if self._on_final is None else each.wait() for each in joined]
             for gradients, row in zip(self.gradients, sums[0].tolist() if sums else (), strict=False):
                 by_exponent = {
                     exponent: (high, low) for exponent, (high, low) in zip(self._exponents, row, strict=True)
                 }
                 gradients.examined = Examined(float(self.facts[0]), by_exponent)
+        self._on_final = None
 
     def changed(self) -> None:
         """Discards what is known of reduced gradients after a program has changed them, and counts the change."""
@@ -516,8 +541,9 @@ class GradReducer:
         with named_range("reduce", gradients.name):
             reduced, work = self._start_reduction(gradients, flat, f"reduce {gradients.name}")
         reduce = _InflightReduce(gradients, flat, reduced, work)
-        if self._copies is not None and self._copies.pinned:
-            reduce.copy = self._copies.to_host(reduced, work, partial(self._examine, gradients))
+        copies = self._copies_of(gradients)
+        if copies is not None and copies.pinned:
+            reduce.copy = copies.to_host(reduced, work, partial(self._examine, gradients))
         self._inflight.append(reduce)
         self._inflight_numel += gradients.buffer.layout.numel
         self._drain_finished()
@@ -555,13 +581,13 @@ class GradReducer:
         """Waits for the oldest reductions until at most `limit_numel` elements and `limit` reductions are in flight."""
         while self._inflight and (self._inflight_numel > limit_numel or len(self._inflight) > limit):
             reduce = self._next_inflight()
-            if self._copies is None:
+            if (copies := self._copies_of(reduce.gradients)) is None:
                 with named_range("wait for reduce", reduce.gradients.name):
                     reduce.work.wait()
                 self._accumulate(reduce.gradients, reduce.reduced)
             else:
                 # Pageable memory: the copy blocks, so it begins as late as possible.
-                copy = reduce.copy or self._copies.to_host(reduce.reduced, reduce.work)
+                copy = reduce.copy or copies.to_host(reduce.reduced, reduce.work)
                 with named_range("wait for reduce", reduce.gradients.name):
                     copy.wait_for_source()  # but not for the copy, so that `flat` returns to the allocator now
                 self._pending_d2h.append((reduce.gradients, copy))
@@ -620,7 +646,7 @@ class GradReducer:
                 gradients.shard = gradients.shard.to(dtype)
             gradients.shard.add_(reduced)
         if self._exponents and self._sums is None and gradients.shard.device.type == "cpu":
-            found = [g.examined.largest for g in self.gradients if g.examined is not None]
+            found = [one.largest for one in (g.examined for g in self.gradients) if one is not None]
             largest = max(value for value in (self._expected_largest or 0.0, *found) if value < math.inf)
             gradients.examined = examine(gradients.shard, [norm_exponent(largest)])
         if self._on_final is not None:
@@ -663,7 +689,9 @@ class GradReducer:
             work.wait()
         for gradients in self.gradients:
             if gradients.full is not None:
-                gradients.shard = gradients.full[gradients.buffer.own.at(0)]
+                examined = gradients.examined
+                gradients.shard = gradients.full[gradients.buffer.own.at(0)]  # the same values
+                gradients.examined = examined
 
     def _accum_dtype(self, gradients: GradientBuffer) -> torch.dtype:
         return self._rules.accumulation_dtype or gradients.buffer.dtype

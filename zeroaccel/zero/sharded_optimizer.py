@@ -331,16 +331,22 @@ class ShardedOptimizer:
         ]  # for a parameter without dimensions, a step count looks like a value per element
         return names, {name: value for name, value in state.items() if name not in hidden and name not in names}
 
-    def nbytes(self) -> int:
-        """Returns the bytes in memory of masters that are not the parameters themselves, of states and of spares."""
-        masters = sum(tensor.nbytes for buffer in self.buffers for tensor in buffer.masters.tensors())
+    def nbytes(self, *, resident_only: bool = False) -> int:
+        """Returns the bytes in memory of masters that are not the parameters themselves, of states and of spares.
+
+        Args:
+            resident_only: those that stay on the device, while the config offloads the others.
+        """
+        buffers = [buffer for buffer in self.buffers if buffer.masters.is_resident or not resident_only]
+        masters = sum(tensor.nbytes for buffer in buffers for tensor in buffer.masters.tensors())
+        params = [piece.param for buffer in buffers for piece in buffer.masters.pieces]
         states = sum(
             value.numel() * value.itemsize
-            for state in self.optimizer.state.values()
+            for state in [self.optimizer.state.get(param, {}) for param in params]
             for value in state.values()
             if isinstance(value, Tensor) and value.dim() > 0 and any(value.stride())  # a stand-in has no strides
         )
-        return masters + states + self.spare_nbytes
+        return masters + states + (0 if resident_only else self.spare_nbytes)
 
 
 def _set_grad(piece: MasterPiece, grad: FlatTensor, grad_scale: float) -> None:

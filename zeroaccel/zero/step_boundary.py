@@ -168,11 +168,18 @@ class StepBoundary:
                     tensors, own, ranks, device=device, digests=self._digests(), norm=norm, norms=norms
                 )
             else:
+                apart = {
+                    index: g.shard
+                    for index, g in enumerate(gradients)
+                    if g.shard is not None and g.shard.device.type != "cpu" and g.examined is None
+                }
                 if facts is None:
-                    largest = max((g.largest() for g in gradients if g.shard is not None), default=0.0)
-                    facts = join_facts_on_host(largest, self._digests(), ranks, device)
-                sums = [None if g is None else g.square_sums for g in counted]
-                self.check = stats_on_host(facts, sums, ranks, device, norm=norm, norms=norms)
+                    there = [g for index, g in enumerate(gradients) if g.shard is not None and index not in apart]
+                    largest = max((g.largest() for g in there), default=0.0)
+                    facts = join_facts_on_host(largest, self._digests(), ranks, device, list(apart.values()))
+                sums = [None if g is None or i in apart else g.square_sums for i, g in enumerate(counted)]
+                resident = {index: shard for index, shard in apart.items() if counted[index] is not None}
+                self.check = stats_on_host(facts, sums, ranks, device, norm=norm, norms=norms, resident=resident)
                 if norm:
                     self._reducer.expect_largest(float(facts[0]))
         return self.check

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,13 +81,14 @@ class UpdateThread:
         """
         assert not self._jobs, "updates begin while others are pending"
         # A copy of the settings: the program's scheduler steps while the thread still updates.
-        self._order, self._following = tuple(order), followers(order)
+        self._order = tuple(order)
+        self._following = followers([buffer for buffer in order if not buffer.masters.is_resident])
         self._groups = hyperparameters(self._optimizer.optimizer.param_groups)
         self._grad_scale = grad_scale
         self._failure = None
 
     def add(self, gradient: GradientBuffer, *, unread: bool = False) -> None:
-        """Starts the update of a buffer, whose reduced gradient is final.
+        """Starts the update of a buffer, whose reduced gradient is final; that of a resident one runs in this thread.
 
         Args:
             unread: nothing reads its weights before `install`, so that those in host memory need no other memory.
@@ -97,7 +99,8 @@ class UpdateThread:
         buffer, writer = gradient.buffer, self._optimizer.writer
         is_direct = unread and writer.is_direct(buffer)
         weights = None if is_direct else writer.memory_aside(buffer)
-        done = self._thread.submit(self._run, buffer, gradient.shard, weights, is_direct=is_direct)
+        call = partial(self._run, buffer, gradient.shard, weights, is_direct=is_direct)
+        done = _called(call) if buffer.masters.is_resident else self._thread.submit(call)
         self._jobs[id(buffer)] = _Job(weights, is_direct, done)
 
     def has(self, buffer: FlatBuffer) -> bool:
@@ -170,6 +173,16 @@ class UpdateThread:
             )
             raise self._failure from error
         return time.perf_counter() - begun
+
+
+def _called(call: Callable[[], float]) -> Future[float]:
+    done: Future[float] = Future()
+    try:
+        call()
+        done.set_result(0.0)  # no part of it overlaps with other work of the host
+    except OffloadError as error:
+        done.set_exception(error)
+    return done
 
 
 def hyperparameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -114,9 +114,11 @@ class WeightWriter:
         return isinstance(buffer.shard, MemoryShard) and buffer.shard.device.type == "cpu" and buffer.changed is None
 
     def memory_aside(self, buffer: FlatBuffer) -> FlatTensor | None:
-        """Returns host memory for new weights while the old ones are in use; None if the masters themselves serve."""
+        """Returns memory for new weights while the old ones are in use; None if the masters themselves serve."""
         if buffer.masters.as_weights(buffer.dtype) is not None:
             return None
+        if buffer.masters.is_resident:
+            return FlatTensor(buffer.own, torch.empty(buffer.own.numel, dtype=buffer.dtype, device=buffer.full.device))
         pinned = self._copies is not None and self._copies.pinned
         return FlatTensor(buffer.own, torch.empty(buffer.own.numel, dtype=buffer.dtype, pin_memory=pinned))
 

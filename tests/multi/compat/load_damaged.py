@@ -1,6 +1,6 @@
-"""Ranks that load damaged checkpoints with `from_pretrained` at stage 3; each prints a JSON line with its errors.
+"""Ranks that load damaged checkpoints with `from_pretrained`; each prints a JSON line with its errors.
 
-    load_damaged.py FOLDER
+    load_damaged.py FOLDER STAGE
 
 Rank 0 makes the checkpoints from one good one. Every case must raise on all ranks, with one message.
 """
@@ -84,6 +84,47 @@ def codes_without_scales(folder: Path) -> None:
         save_file(tensors, file, {"format": "pt"})
 
 
+def misshapen_scales(folder: Path) -> None:
+    """Scales of another grid of blocks than the config's."""
+    codes_without_scales(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [8, 8], "dequantize": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    index = json.loads((folder / INDEX).read_text())
+    for file in parts(folder):
+        tensors = load_file(file)
+        scales = {f"{name}_scale_inv": torch.ones(3, 5) for name in tensors if "mlp" in name}
+        save_file(tensors | scales, file, {"format": "pt"})
+        index["weight_map"] |= dict.fromkeys(scales, file.name)
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def as_bin(folder: Path) -> None:
+    """Replaces the files by `.bin` files."""
+    index = json.loads((folder / INDEX).read_text())
+    for file in parts(folder):
+        torch.save(load_file(file), file.with_suffix(".bin"))
+        file.unlink()
+    index["weight_map"] = {name: file.replace("safetensors", "bin") for name, file in index["weight_map"].items()}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    (folder / INDEX).unlink()
+
+
+def truncated_bin(folder: Path) -> None:
+    as_bin(folder)
+    file = sorted(folder.glob("*.bin"))[1]
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def missing_bin(folder: Path) -> None:
+    as_bin(folder)
+    sorted(folder.glob("*.bin"))[1].unlink()
+
+
+def empty_file(folder: Path) -> None:
+    parts(folder)[1].write_bytes(b"")
+
+
 def other_machine(folder: Path) -> None:
     """Rank 1 looks into a folder without files."""
 
@@ -97,6 +138,10 @@ CASES: list[Callable[[Path], None]] = [
     wrong_shape,
     other_config,
     codes_without_scales,
+    misshapen_scales,
+    truncated_bin,
+    missing_bin,
+    empty_file,
     other_machine,
 ]
 
@@ -112,7 +157,7 @@ def main() -> None:
         for damage in CASES:
             damage(Path(shutil.copytree(good, root / damage.__name__)))
     torch.distributed.barrier()
-    zero3 = HfDeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}})
+    zero3 = HfDeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": int(sys.argv[2])}})
     errors = {}
     for damage in CASES:
         folder = root / ("elsewhere" if damage is other_machine and rank else damage.__name__)

@@ -50,6 +50,10 @@ def _norms(settings: dict[str, Any], change: str = "", planted: bool = False) ->
                 engine.clip_grad_value_(1e-3 * (number + 1))
             elif change == "write":
                 zeroaccel.zero.safe_set_full_grad(engine.module.norm.weight, torch.full((23,), number + 1.0))
+            elif change == "in place":
+                for each in reducer.gradients:
+                    assert each.shard is not None
+                    each.shard.mul_(2.0 ** (number + 1))
             shards = [each.shard.float() for each in reducer.gradients if each.shard is not None]
             everyone = engine.collectives.job.gather_objects(shards, "gradients for the test")
             expected = l2_norm([shard for rank in everyone for shard in rank])
@@ -62,7 +66,7 @@ def _norms(settings: dict[str, Any], change: str = "", planted: bool = False) ->
     return found
 
 
-@pytest.mark.parametrize("change", ["", "clamp", "write"])
+@pytest.mark.parametrize("change", ["", "clamp", "write", "in place"])
 @pytest.mark.parametrize(
     ("world", "stage", "precision", "accumulation"), [(1, 3, "bf16", 1), (2, 1, "fp32", 3), (2, 2, "bf16", 3)]
 )

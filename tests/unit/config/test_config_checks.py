@@ -50,6 +50,12 @@ CONTRADICTIONS = """
 {"zero_optimization": {"offload_optimizer": {"device": "cpu", "update_during": "next_step"}}}
     zero_optimization.offload_optimizer.update_during: "next_step" applies to updates on the host, but nothing is
     offloaded at stage 0; set zero_optimization.stage to 1, 2 or 3, or update_during to "step"
+{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0, "update_during": "forward"}}}
+    zero_optimization.offload_optimizer.update_during: "forward" applies to updates on the host, but
+    offload_optimizer.ratio is 0: the device updates everything; set ratio above 0, or update_during to "step"
+{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5, "device_budget": "4GB"}}}
+    zero_optimization.offload_optimizer.device_budget: 4000000000, but ratio 0.5 also says what stays on the device;
+    remove one of the two keys
 {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}
     zero_optimization.offload_optimizer.nvme_path: missing, and device is "nvme"; set it to a folder on a local disk
 """
@@ -58,6 +64,16 @@ CONTRADICTIONS = """
 @pytest.mark.parametrize(("text", "said"), table(CONTRADICTIONS))
 def test_contradictions(text: str, said: str) -> None:
     assert message(ConfigError, load_config, json.loads(text)) == said
+
+
+@pytest.mark.parametrize(("key", "value"), [("ratio", 0.5), ("device_budget", 1)])
+def test_residual_masters_leave_no_share_on_the_device(key: str, value: object) -> None:
+    precision = {"bf16": {"enabled": True}, "data_types": {"master_weights": "residual"}}
+    tree = {**precision, **_zero(stage=2, offload_optimizer={"device": "cpu", key: value})}
+    assert message(ConfigError, load_config, tree) == (
+        f'zero_optimization.offload_optimizer.{key}: data_types.master_weights "residual": the host joins weights and '
+        'residuals, so no share stays on the device; remove the key, or set master_weights to "fp32"'
+    )
 
 
 @pytest.mark.parametrize(
@@ -72,6 +88,9 @@ def test_contradictions(text: str, said: str) -> None:
         _zero(stage=2, offload_param={"device": "nvme"}),
         _zero(offload_optimizer={"device": "nvme"}, stage=0),
         _zero(stage=2, offload_optimizer={"device": "cpu", "ratio": 0.5}),
+        _zero(stage=2, offload_optimizer={"device": "cpu", "ratio": 0}),
+        _zero(stage=2, offload_optimizer={"device": "cpu", "ratio": 1, "device_budget": "1.5 GiB"}),
+        _zero(stage=2, offload_optimizer={"device": "nvme", "nvme_path": "/x", "ratio": 0.5}),
     ],
 )
 def test_no_contradictions(tree: dict[str, Any]) -> None:
@@ -114,6 +133,14 @@ def test_one_mistake_is_reported_once() -> None:
         (
             _zero(offload_optimizer={"ratio": 1.5}),
             "zero_optimization.offload_optimizer.ratio: expected a number of at most 1, got 1.5",
+        ),
+        *(
+            (
+                _zero(offload_optimizer={"device_budget": wrong}),
+                "zero_optimization.offload_optimizer.device_budget: expected a number of bytes of at least 0, or "
+                f'a size such as "4GB" or "512MiB", got {wrong!r}',
+            )
+            for wrong in (-1, "4 pounds", True, "GB", 1.5, "-4GB", None)
         ),
         (
             {"zero_optimization": {"zenflow": {"topk_ratio": 1}}},

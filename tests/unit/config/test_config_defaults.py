@@ -138,7 +138,6 @@ THEIRS: dict[str, dict[str, Any]] = {
 # Key -> (our default, reason)
 DIFFERENT: dict[str, tuple[Any, str]] = {
     "gradient_clipping": (0.0, "zeroaccel's own calls clip on request; `import deepspeed` clips at 1.0, with a note"),
-    "offload_optimizer.ratio": (None, "measured where a device can update a share; 1.0 elsewhere"),
 }
 
 

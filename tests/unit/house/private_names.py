@@ -20,6 +20,7 @@ PRIVATE: Mapping[str, str] = {
     "torch._C": "_EnableTorchFunction _current_graph_task_id _functorch _get_tracing_state _storage_Use_Count",
     "torch._C._distributed_c10d": "_make_nccl_premul_sum",
     "torch.autograd": "Variable._execution_engine",
+    "torch.autograd.graph": "saved_tensors_hooks.pack_hook saved_tensors_hooks.unpack_hook",
     "torch.autograd.profiler": "_is_profiler_enabled",
     "torch._compile": "_disable_dynamo",
     "torch._dynamo.eval_frame": "OptimizedModule._orig_mod",
@@ -62,10 +63,12 @@ PRIVATE: Mapping[str, str] = {
     "PreTrainedModel._keys_to_ignore_on_load_unexpected PreTrainedModel._keys_to_ignore_on_save "
     "PreTrainedModel._tp_plan "
     "PreTrainedModel._load_pretrained_model "
-    "PreTrainedModel.from_pretrained PreTrainedModel.save_pretrained revert_weight_conversion",
+    "PreTrainedModel.from_pretrained PreTrainedModel.save_pretrained revert_weight_conversion save_on_cpu",
     "transformers.models.mixtral.modeling_mixtral": "eager_attention_forward load_balancing_loss_func",
     "transformers.pytorch_utils": "Conv1D",
-    "transformers.trainer": "Trainer._created_lr_scheduler Trainer._save_rng_state Trainer.train",
+    "transformers.quantizers.base": "HfQuantizer.__init__",
+    "transformers.trainer": "Trainer._created_lr_scheduler Trainer._save_rng_state Trainer.get_batch_samples "
+    "Trainer.train",
     "transformers.trainer_jit_checkpoint": "CheckpointManager._enable_checkpoint "
     "CheckpointManager.execute_jit_checkpoint CheckpointManager.is_checkpoint_requested "
     "JITCheckpointCallback.on_pre_optimizer_step",
@@ -77,6 +80,10 @@ PRIVATE: Mapping[str, str] = {
     "accelerate.tracking": "LOGGER_TYPE_TO_CLASS",
     "accelerate.utils.deepspeed": "HfDeepSpeedConfig.__init__",
     "accelerate.utils.other": "extract_model_from_parallel",
+    # PEFT and TRL
+    "peft.tuners.trainable_tokens.layer": "TrainableTokensLayer._collect_token_weights",
+    "trl.models.activation_offloading": "OffloadActivations.__enter__ get_act_offloading_ctx_manager",
+    "trl.trainer.utils": "maybe_gather_lm_head_ctx",
 }
 
 # Names that earlier releases in the supported range lack, or builds without NCCL; the package works without them.

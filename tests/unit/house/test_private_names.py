@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.environment import ROOT
 from tests.unit.house.private_names import OF_PYTHON, PRIVATE, SINCE
+from zeroaccel.compat.finder import _PATCHED
 
 
 @cache
@@ -90,6 +91,11 @@ def _has(owner: object, name: str) -> bool:
         [kind for kind in inspect.getmro(owner) if kind.__module__ != "builtins"] if inspect.isclass(owner) else []
     )
     return any(f".{name}" in inspect.getsource(kind) or f'"{name}"' in inspect.getsource(kind) for kind in classes)
+
+
+def test_the_table_has_all_that_the_import_finder_replaces() -> None:
+    replaced = [(module, f"{kind}.{name}".lstrip(".")) for module, rows in _PATCHED.items() for kind, name, _ in rows]
+    assert [f"{module}: {name}" for module, name in replaced if name not in PRIVATE.get(module, "").split()] == []
 
 
 @pytest.mark.parametrize("module", PRIVATE)

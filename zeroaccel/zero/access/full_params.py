@@ -26,7 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from zeroaccel.comm.agree import agree_or_raise, agreed
 from zeroaccel.errors import UsageError, listed
 from zeroaccel.logs import log_once
-from zeroaccel.zero.access.param_registry import ParamHandle, ParamRegistry, handle_of
+from zeroaccel.zero.access.param_registry import ParamHandle, ParamRegistry, handle_of, parameter_of
 from zeroaccel.zero.coordinator import OnDemandUnshard, ParamCoordinator
 from zeroaccel.zero.layout import FlatTensor, whole_of
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
@@ -88,7 +88,7 @@ class GatheredParameters:
 
     def __enter__(self) -> None:
         # In the order of the units, which is the same on all ranks: each gather is a collective.
-        own = [param for param in self._params if isinstance(param, Tensor)]
+        own = [parameter_of(param) for param in self._params if isinstance(param, Tensor)]
         params = [each for param in own for each in (param, *(scales_of(param) or {}).values())]
         for param in params:
             unshard_released(param)

@@ -152,14 +152,21 @@ def load_safetensors(
             shards.shard(module)
     # Each rank reads only its own ranges. A file may be damaged or unreadable on one node, so the ranks agree.
     with agreed(collectives, "load_safetensors: read"), torch.no_grad(), closing(folder):
-        for module, names in plan.parameters.items():
-            if all(module._parameters[own] is not None for own in names):
-                load_module(module, {own: folder[name] for own, name in names.items()}, shards)
-        for (module, own), name in plan.buffers.items():
-            load_buffer(module, own, folder[name], where.device)
+        _read(plan, folder, shards, where.device)
     note_places(model)
     shards.watch_uses()
     return folder.read_nbytes
+
+
+def _read(plan: _Plan, folder: SafetensorsFolder, shards: ModuleShards, device: torch.device) -> None:
+    # An initializer may have removed parameters.
+    parameters = {m: own for m, own in plan.parameters.items() if all(m._parameters[n] is not None for n in own)}
+    for module, names in parameters.items():
+        make_room(module, names, shards)
+    for module, names in parameters.items():
+        load_module(module, {own: folder[name] for own, name in names.items()})
+    for (module, own), name in plan.buffers.items():
+        load_buffer(module, own, folder[name], device)
 
 
 @dataclass
@@ -263,21 +270,32 @@ def _check(plan: _Plan, where: str, *, strict: bool, initialized: bool) -> None:
         logger.warning("%s: %s", where, ". ".join(problems))
 
 
-def load_module(module: nn.Module, values: Mapping[str, Tensor], shards: ModuleShards, *, whole: bool = False) -> None:
-    """Fills a module's own parameters: those on the meta device become shards, of which a rank reads its own.
+def make_room(module: nn.Module, names: Collection[str], shards: ModuleShards, *, whole: bool = False) -> None:
+    """Allocates those of a module's own parameters that are on the meta device, as shards, before values are read.
+
+    Memory for all modules comes first: buffers of a read between shards would leave holes that nothing fills.
+
+    Args:
+        names: the module's names of parameters, or of tensors in a wrapper.
+        shards: owner of new shards.
+        whole: every rank gets all values.
+    """
+    if not any(param.is_meta for own, param in _own_tensors(module) if own in names):
+        return
+    # One rank does not shard: it allocates its parameters and fills them in full.
+    if shards.collectives.world_size > 1 and not whole:
+        shards.reserve(module, list(names))
+    else:
+        _make_real(module, shards.destination.device, names, shards.destination.dtype)
+
+
+def load_module(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Fills a module's own parameters; of those that are sharded, a rank reads its own part.
 
     Args:
         values: the module's name of a parameter, or of a tensor in a wrapper -> values of its shape.
-        shards: owner of new shards.
-        whole: every rank gets all values of those on the meta device.
     """
-    params = {own: param for own, param in _own_tensors(module) if own in values}
-    on_meta = any(param.is_meta for param in params.values())
-    # One rank does not shard: it allocates its parameters and fills them in full.
-    if on_meta and shards.collectives.world_size > 1 and not whole:
-        shards.reserve(module, list(values))
-    elif on_meta:
-        _make_real(module, shards.destination.device, values, shards.destination.dtype)
+    params = dict(_own_tensors(module))
     for own, value in values.items():
         param = params[own]
         handle = handle_of(param)
@@ -333,10 +351,10 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
     """Returns the files of a file, folder or index, and the index: name of a tensor -> name of its file."""
     if ".index." in path.name and path.suffix == ".json":
-        return _indexed(path)
+        return indexed_files(path)
     if path.is_dir():
         index = sorted(path.glob("*.safetensors.index.json"))
-        files, names = _indexed(index[0]) if index else (sorted(path.glob("*.safetensors")), {})
+        files, names = indexed_files(index[0]) if index else (sorted(path.glob("*.safetensors")), {})
         if not files:
             raise UsageError(f"{path}", expected="a folder with *.safetensors files")
         return files, names
@@ -345,12 +363,13 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
     return [path], {}
 
 
-def _indexed(path: Path) -> tuple[list[Path], dict[str, str]]:
+def indexed_files(path: Path) -> tuple[list[Path], dict[str, str]]:
+    """Returns the files of an index, which are there, and the index: name of a tensor -> name of its file."""
     try:
         indexed = dict(parse_plain_json(read_at_most(path, MOST_HEADER_NBYTES))["weight_map"])
         names = sorted(set(indexed.values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path}: not an index of safetensors files ({type(error).__name__}: {error})") from error
+        raise UsageError(f"{path}: not an index of files ({type(error).__name__}: {error})") from error
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
             raise UsageError(f"{path}: file name", expected="the name of a file in the same folder", got=name)

@@ -246,3 +246,19 @@ def handle_of(param: object) -> ParamHandle | None:
     reference = _REGISTRIES.get(param)
     registry = None if reference is None else reference()
     return None if registry is None else registry.handle(param)
+
+
+def parameter_of(tensor: Tensor) -> Tensor:
+    """Returns the parameter of a sharded unit that a tensor is a view of; the tensor itself if there is none.
+
+    Under `saved_tensors_hooks` autograd returns such views instead of the parameters that a function saved.
+    """
+    if isinstance(tensor, nn.Parameter):
+        return tensor
+    storage, first = tensor.untyped_storage()._cdata, tensor.storage_offset()
+    registries = {reference() for reference in _REGISTRIES.values()} - {None}
+    for buffer in (buffer for registry in registries for unit in registry.units for buffer in unit.buffers):
+        if buffer.full.untyped_storage()._cdata == storage:
+            named = zip(buffer.params, buffer.layout.slots, strict=True)
+            return next((param for param, slot in named if slot.start <= first < slot.start + slot.numel), tensor)
+    return tensor

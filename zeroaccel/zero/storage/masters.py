@@ -100,6 +100,7 @@ class MasterPlace:
         device: device of masters that have memory of their own.
         replicated: every rank has the masters of all N elements.
         pinned: masters in host memory are page-locked.
+        resident: the device updates them, although the config offloads the optimizer.
     """
 
     key: str
@@ -110,6 +111,7 @@ class MasterPlace:
     device: torch.device
     replicated: bool = False
     pinned: bool = False
+    resident: bool = False
 
     @property
     def range(self) -> FlatRange:
@@ -134,6 +136,7 @@ class MasterStorage(ABC):
         shard: the weights that belong to the masters.
         aliases_weights: masters and weights are the same memory.
         reads_weights: masters can be read only while the weights equal the rounded masters.
+        is_resident: the device updates them, although the config offloads the optimizer.
         waited_seconds: time spent waiting for a tier in all steps so far.
     """
 
@@ -145,6 +148,7 @@ class MasterStorage(ABC):
         self.is_replicated = place.replicated or place.layout.world_size == 1
         self.pieces: Sequence[MasterPiece] = tuple(place.pieces)
         self.shard = place.shard
+        self.is_resident = place.resident
         self.waited_seconds = 0.0
         self._bound_to: Optimizer | None = None
         self._makes_states = False

@@ -129,6 +129,7 @@ class OffloadRules:
     Attributes:
         param, optimizer: residence of the parameters and of the optimizer's masters and states.
         splits_masters: store masters of bf16 weights as residuals (`data_types.master_weights`).
+        host_share, device_budget: which masters and states stay on the device; see `TierPlan`.
         where: path of `zero_optimization` in the config, for error messages.
     """
 
@@ -139,6 +140,8 @@ class OffloadRules:
     io: IoSettings
     sub_group_numel: int
     splits_masters: bool = False
+    host_share: float = 1.0
+    device_budget: int = 0
     where: str = "zero_optimization"
 
     @classmethod
@@ -153,6 +156,8 @@ class OffloadRules:
             IoSettings(aio.block_size, aio.intra_op_parallelism * aio.queue_depth, aio.overlap_events, aio.checksum),
             zero.sub_group_size,
             config.data_types.master_weights == "residual",
+            tiers.host_share,
+            tiers.device_budget,
         )
 
 
@@ -222,6 +227,10 @@ class TierSet:
     1. The constructor checks the settings. 2. The ranks exchange `needs`. 3. `open` allocates memory and disk space.
     4. The engine calls `close` at its end.
 
+    [Note: resident share] The units whose masters and states stay on the device are the first ones that fit, in the
+    model's order. Their gradients arrive last in backward and their weights are needed first in the forward: copies of
+    gradients to the host then end with backward, and the first forward after an update on the host waits for it latest.
+
     Args:
         plans: every buffer, in the order of the units.
         optimizer: None for inference.
@@ -232,6 +241,7 @@ class TierSet:
         swapper: the swapper of masters and optimizer states; None if they stay in memory.
         spares: keys of the buffers that get spare memory for early updates (`EarlyUpdate`).
         copies: the copy stream between host memory and the device; None on a CPU, or without offload.
+        resident: keys of the buffers whose masters and states stay on the device, in an engine with offload.
 
     Raises:
         ConfigError: a folder is unsuitable, or the optimizer cannot step in host memory.
@@ -249,6 +259,7 @@ class TierSet:
         self.copies: CopyStream | None = None
         self.tiers: dict[str, Tier] = {}
         self.swapper: StateSwapper | None = None
+        self.resident: frozenset[str] = frozenset()
         self._plans: dict[str, _TierPlan] = {}
         self._sub_groups: dict[str, list[SubGroup]] = {}
         self.spares: Collection[str] = ()
@@ -266,10 +277,14 @@ class TierSet:
                 states_of(group, shape)
             if rules.splits_masters:
                 _check_one_memory(rules, device)
+            formats = partial(_formats, optimizer, states_of)
+            trained = [plan for plan in plans if plan.trainable]
+            self.resident = self._chosen(trained, formats)
+            apart = [plan for plan in trained if plan.key not in self.resident]
             if rules.optimizer == "nvme" or rules.splits_masters:
-                self._plan_states([plan for plan in plans if plan.trainable], optimizer, states_of)
+                self._plan_states(apart, optimizer, formats)
             if rules.optimizer == "host" and rules.optimizer_section.update_during == "backward":
-                self._spare_plan = _spare_plan(plans, optimizer, states_of)
+                self._spare_plan = _spare_plan(apart, formats)
         if rules.param != "device":
             self._plan_shards([plan for plan in plans if not plan.persistent])
 
@@ -303,7 +318,7 @@ class TierSet:
         """
         _check_space([need for need in needs if need.disk[1] != _MEMORY])
         if self._spare_plan.sizes:
-            self._choose_spares([need for need in needs if need.disk == (platform.node(), _MEMORY)])
+            self._choose_spares([need for need in needs if need.disk[1] == _MEMORY])
         # The check is complete before memory is allocated, so that a small disk does not fail in the middle of a run.
         section = self._rules.optimizer_section
         for name, plan in self._plans.items():
@@ -319,20 +334,23 @@ class TierSet:
                 )
 
     def _choose_spares(self, needs: Sequence[SpaceNeed]) -> None:
-        """Chooses the buffers with spare memory within the budget: first those whose gradients come first.
+        """Chooses the buffers with spare memory, equal on all ranks: first those whose gradients come first.
 
         Args:
-            needs: of the ranks on this machine.
+            needs: of all ranks.
         """
-        budget, sizes = self._rules.optimizer_section.spare_budget, self._spare_plan.sizes
-        nbytes, free = sum(need.nbytes for need in needs), min(need.free_nbytes for need in needs)
-        if budget == "auto":
-            budget = (free - nbytes) // len(needs)
-        elif nbytes > free:
+        setting, sizes = self._rules.optimizer_section.spare_budget, self._spare_plan.sizes
+        rooms: dict[str, int] = {}
+        for host in {need.disk[0] for need in needs}:
+            here = [need for need in needs if need.disk[0] == host]
+            rooms[host] = (min(need.free_nbytes for need in here) - sum(need.nbytes for need in here)) // len(here)
+        budget = min(rooms.values()) if setting == "auto" else setting
+        if setting != "auto" and min(rooms.values()) < 0:
+            short = min(rooms, key=rooms.__getitem__)
             raise ConfigError(
                 self._spare_key,
-                expected=f"{nbytes} bytes of free memory for masters, states and spares of {len(needs)} ranks here",
-                got=f"{free} bytes free",
+                expected=f"free memory on {short} for the masters, states and spares of its ranks",
+                got=f"{-rooms[short]} bytes too few for each rank",
                 fix='set it to fewer bytes, or to "auto"; or set update_during to "forward"',
             )
         total, chosen = 0, []
@@ -373,15 +391,18 @@ class TierSet:
         kind = self._shard_kind(plan)
         place, make = replace(place, tier=self.tiers.get(f"params, {kind}"), copies=self.copies), SHARD_STORAGES[kind]
         shard = CodeShard(place, plan.code_format, make, whole=plan.whole) if plan.code_format else make(place)
+        resident = plan.key in self.resident
+        on_device = resident or not self.steps_on_host
         masters = MasterPlace(
             plan.key,
             plan.layout,
             plan.rank,
             shard,
             plan.pieces() if plan.trainable else (),
-            self.device if self._rules.optimizer == "device" else _HOST,
+            self.device if on_device else _HOST,
             plan.replicated,
-            self.pins_states,
+            self.pins_states and not on_device,
+            resident,
         )
         swapper = self.swapper if self.swapper is not None else _NO_SWAPPER
         return shard, MASTER_STORAGES[self._master_kind(plan, shard, masters.device)](masters, swapper)
@@ -397,12 +418,15 @@ class TierSet:
     def _master_kind(self, plan: BufferPlan, shard: ShardStorage, device: torch.device) -> str:
         if not plan.trainable:
             return "none"
-        if self.swapper is not None:
+        if self.swapper is not None and plan.key not in self.resident:
             return "residual" if self._keeps_residuals(plan) else "swapped"
-        # An update during forward and backward must not change the weights that they use.
-        apart = self._rules.optimizer_section.update_during == "next_step"
-        in_place = isinstance(shard, MemoryShard) and shard.device == device and not apart
+        in_place = isinstance(shard, MemoryShard) and shard.device == device and not self._updates_late
         return "aliased" if plan.dtype is torch.float32 and in_place else "separate"
+
+    @property
+    def _updates_late(self) -> bool:
+        """True for updates during forward and backward, which must not change the weights that these use."""
+        return self._rules.optimizer_section.update_during == "next_step"
 
     def _keeps_residuals(self, plan: BufferPlan) -> bool:
         return self._rules.splits_masters and plan.dtype is torch.bfloat16
@@ -422,20 +446,39 @@ class TierSet:
     def _pins(self, pin_memory: bool) -> bool:
         return pin_memory and self.device.type != "cpu"
 
-    def _plan_states(
-        self,
-        plans: Sequence[BufferPlan],
-        optimizer: Optimizer,
-        states_of: Callable[[int, tuple[int, ...]], Mapping[str, torch.dtype]],
-    ) -> None:
+    def _chosen(self, plans: Sequence[BufferPlan], formats_of: _FormatsOf) -> frozenset[str]:
+        """Returns the keys of the buffers whose masters and states stay on the device; see [Note: resident share]."""
+        rules = self._rules
+        if rules.host_share == 1.0 and not rules.device_budget:
+            return frozenset()
+        by_share = rules.host_share < 1.0
+        units: dict[str, int] = {}
+        for plan in plans:  # by the largest shard, so that every rank keeps the same units
+            each = 1.0 if by_share else self._nbytes_of_element(plan, formats_of)
+            unit = plan.key.rpartition("/")[0]
+            units[unit] = units.get(unit, 0) + math.ceil(plan.layout.largest_shard_numel * each)
+        room = int((1.0 - rules.host_share) * sum(units.values())) if by_share else rules.device_budget
+        chosen = set()
+        for unit, size in units.items():
+            if size <= room:
+                room -= size
+                chosen.add(unit)
+        where = f"{rules.where}.offload_optimizer.{'ratio' if by_share else 'device_budget'}"
+        logger.info("%s: masters and states of %d of %d units stay on the device", where, len(chosen), len(units))
+        return frozenset(plan.key for plan in plans if plan.key.rpartition("/")[0] in chosen)
+
+    def _nbytes_of_element(self, plan: BufferPlan, formats_of: _FormatsOf) -> float:
+        """Returns the bytes of a master and its states on the device."""
+        states = [formats_of(group, shape).values() for group, shape in _examples([plan]).items()]
+        most = max((sum(state.dtype.itemsize / state.per for state in each) for each in states), default=0.0)
+        aliased = plan.dtype is torch.float32 and self._rules.param == "device" and not self._updates_late
+        return most if aliased else 4 + most
+
+    def _plan_states(self, plans: Sequence[BufferPlan], optimizer: Optimizer, formats_of: _FormatsOf) -> None:
         section, where = self._rules.optimizer_section, f"{self._rules.where}.offload_optimizer"
         name = type(optimizer).__name__
         # A native kernel joins a tile of residual masters at a time; other optimizers need all of a sub-group joined.
         cached = SUB_GROUP_NUMEL if isinstance(optimizer, ShardOptimizer) else RESIDUAL_SUB_GROUP_NUMEL
-
-        def formats_of(group: int, shape: tuple[int, ...]) -> Mapping[str, StateFormat]:
-            return state_formats(optimizer, states_of(group, shape))
-
         for plan in plans:
             nbytes_of = residual_nbytes if self._keeps_residuals(plan) else fp32_nbytes
             limit = self._rules.sub_group_numel
@@ -510,15 +553,11 @@ class _SparePlan:
     own_nbytes: int
 
 
-def _spare_plan(
-    plans: Sequence[BufferPlan],
-    optimizer: Optimizer,
-    states_of: Callable[[int, tuple[int, ...]], Mapping[str, torch.dtype]],
-) -> _SparePlan:
+def _spare_plan(plans: Sequence[BufferPlan], formats_of: _FormatsOf) -> _SparePlan:
     sizes, own_nbytes = {}, 0
-    for plan in reversed([plan for plan in plans if plan.trainable]):
-        numel = plan.layout.shard_numel(plan.rank)
-        formats = [state_formats(optimizer, states_of(group, (_TRIED_NUMEL,))) for group in set(plan.param_groups)]
+    for plan in reversed(plans):
+        numel = plan.layout.largest_shard_numel
+        formats = [formats_of(group, (_TRIED_NUMEL,)) for group in set(plan.param_groups)]
         of_states = max(sum(state.nbytes(numel) for state in states.values()) for states in formats)
         own_nbytes += fp32_nbytes(numel) + of_states
         weights = numel * plan.dtype.itemsize if plan.dtype is not torch.float32 else 0
@@ -568,6 +607,19 @@ def _examples(plans: Sequence[BufferPlan]) -> dict[int, tuple[int, ...]]:
 
 
 _TRIED_NUMEL = 64  # elements of the trial vector, which represents any run of a flat shard
+
+
+_FormatsOf = Callable[[int, tuple[int, ...]], Mapping[str, StateFormat]]
+"""(param group, shape of a master) -> name and format of its states per element."""
+
+
+def _formats(
+    optimizer: Optimizer,
+    states_of: Callable[[int, tuple[int, ...]], Mapping[str, torch.dtype]],
+    group: int,
+    shape: tuple[int, ...],
+) -> Mapping[str, StateFormat]:
+    return state_formats(optimizer, states_of(group, shape))
 
 
 def _states_on_host(optimizer: Optimizer, group: int, shape: tuple[int, ...]) -> Mapping[str, torch.dtype]:
