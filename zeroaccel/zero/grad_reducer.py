@@ -428,7 +428,9 @@ class GradReducer:
             joined = [self._copies.to_host(each, DONE) for each in found]
         self._land_copies()
         if joined:
-            self.facts, *sums = [each.landed() if self._on_final is None else each.wait() for each in joined]
+            if self._on_final is not None:
+                joined[-1].wait()  # both copies are on one stream
+            self.facts, *sums = [each.landed() for each in joined]
             for gradients, row in zip(self.gradients, sums[0].tolist() if sums else (), strict=False):
                 by_exponent = {
                     exponent: (high, low) for exponent, (high, low) in zip(self._exponents, row, strict=True)
