@@ -95,13 +95,33 @@ def source(name: str, folder: Path) -> str:
                 model.config.architectures = [cls]
                 model.config.save_pretrained(folder)
             else:
-                (model.bfloat16() if quantized else model).save_pretrained(folder, max_shard_size="200KB")
-            if quantized not in ("", "base"):
+                model = model.bfloat16() if quantized and "bin" not in quantized else model
+                model.save_pretrained(folder, max_shard_size="20KB" if quantized == "bin" else "200KB")
+            if "bin" in quantized:
+                pickle(folder, quantized)
+            elif quantized not in ("", "base"):
                 quantize(folder, quantized)
         except Exception as error:
             reason = [f"{type(error).__name__}: {error}".partition("\n")[0]]
     torch.distributed.broadcast_object_list(reason)
     return reason[0]
+
+
+def pickle(folder: Path, how: str) -> None:
+    """Replaces a folder's files by pickles."""
+    state, index = {}, folder / "model.safetensors.index.json"
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        state |= tensors
+        file.unlink()
+        if how == "bin":
+            torch.save(tensors, file.with_suffix(".bin"))
+    if how == "bin":
+        text = index.read_text().replace(".safetensors", ".bin")
+        index.rename(folder / "pytorch_model.bin.index.json").write_text(text)
+    else:
+        index.unlink(missing_ok=True)
+        torch.save(state, folder / "pytorch_model.bin", _use_new_zipfile_serialization=how != "old-bin")
 
 
 def quantize(folder: Path, how: str) -> None:
@@ -144,7 +164,7 @@ def compared(name: str, folder: Path) -> dict[str, Any]:
         model, record = cls.from_pretrained(folder, output_loading_info=True)
     sharded = all(hasattr(param, "ds_id") for param in model.parameters())
     ours, theirs = values(model), values(plain)
-    nbytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    nbytes = sum(file.stat().st_size for file in folder.iterdir() if file.suffix in (".safetensors", ".bin"))
     read: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(read, sum(counts))
     bf16 = {"bf16": {"enabled": next(model.parameters()).dtype is torch.bfloat16}}
@@ -156,6 +176,7 @@ def compared(name: str, folder: Path) -> dict[str, Any]:
     engine.destroy()
     del zero3
     before, after = names_of(folder), names_of(saved)
+    before = before or after  # pickles have the same names
     said = {key: sorted(map(str, value)) for key, value in record.items()}
     again = values(cls.from_pretrained(saved))
     return {

@@ -63,6 +63,19 @@ def test_damaged_checkpoints_are_named_on_every_rank(tmp_path: Path, stage: int)
         assert words in second[case], case
 
 
+PICKLES = ("bin/qwen3_moe:Qwen3MoeForCausalLM", "one-bin/bert:BertForMaskedLM", "old-bin/t5:T5ForConditionalGeneration")
+
+
+def test_pickles_are_read_as_on_one_process(tmp_path: Path) -> None:
+    result = run_job(2, SCRIPT, [tmp_path, *PICKLES], timeout=120)
+    assert result.returncode == 0, result.stderr
+    rows = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    assert [row["name"] for row in rows] == list(PICKLES)
+    for row in rows:
+        assert (row.get("error"), row["differs"], row["record"], row["again"]) == (None, [], {}, [])
+        assert row["sharded"]
+
+
 QUANTIZED = (
     "fp8-blocks/qwen3_moe:Qwen3MoeForCausalLM",
     "fp8-ue8m0/qwen3:Qwen3ForCausalLM",
