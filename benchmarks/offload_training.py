@@ -128,9 +128,9 @@ def stream(folder: str, layers: int, rounds: int, block_size: int, json_path: Pa
 def beside(
     folder: str, device: str, layers: int, batch: int, threads: int, rounds: int, json_path: Path | None, check: bool
 ) -> None:
-    """Times a step with the update inside it, in the next forward, and during the next step; in turn."""
+    """Times a step with the update in it, in the next forward, in the backward, and during the next step; in turn."""
     torch.set_num_threads(threads)
-    times = ("step", "forward", "auto", "next_step")
+    times = ("step", "forward", "backward", "auto", "next_step")
     engines = {during: _engine(folder, layers, 1 << 20, device, during) for during in times}
     rows = torch.ones(batch, 2048, dtype=torch.bfloat16)
     seconds: dict[str, list[tuple[float, float, float]]] = {during: [] for during in engines}

@@ -255,10 +255,10 @@ def zero_to_fp32(ctx: click.Context, arguments: tuple[str, ...]) -> None:
         raise CheckpointError(str(error)) from error
 
 
-def _as_in_files(source: program.Source, path: Path, allow_differences: bool) -> program.Source:
+def _as_in_files(source: program.Source, path: Path, allow_differences: bool, requantize: bool) -> program.Source:
     from zeroaccel.checkpoint.source_layout import as_in_files  # imports torch and transformers
 
-    return as_in_files(source, path, allow_differences=allow_differences)
+    return as_in_files(source, path, allow_differences=allow_differences, requantize=requantize)
 
 
 _LEFT, _WIDTH, _BAR, _GAP = 330, 640, 14, 6

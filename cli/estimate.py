@@ -80,6 +80,7 @@ class Size(_Type):
     help="Optimizer, which determines the states.",
 )
 @_option("--residual_masters", is_flag=True, help='With data_types.master_weights "residual": 2 bytes instead of 4.')
+@_option("--early_updates", is_flag=True, help='With offload_optimizer.update_during "backward": spare memory.')
 @_option(
     "--moments_dtype",
     type=click.Choice(("fp32", "bf16", "int8")),
@@ -202,6 +203,7 @@ def _of_config(path: str) -> dict[str, Any]:
             got=name,
             fix="add --optimizer",
         )
+    offload = config.zero_optimization.offload_optimizer
     found: dict[str, Any] = {
         "precision": config.precision,
         "batch": config.train_micro_batch_size_per_gpu,
@@ -211,6 +213,7 @@ def _of_config(path: str) -> dict[str, Any]:
         "moments_dtype": arguments.get("moments_dtype", "bf16" if small else None),
         "residual_masters": config.data_types.master_weights == "residual",
         "frozen_weights": config.zero_optimization.frozen_weights,
+        "early_updates": offload is not None and offload.update_during == "backward",
     }
     context = click.get_current_context()
     default = click.core.ParameterSource.DEFAULT
@@ -339,6 +342,7 @@ def _title(model: str, workload: Workload, rows: list[PlanRow]) -> str:
     words += [f"{workload.accumulation} micro-steps"] if workload.accumulation > 1 else []
     words += ["recomputation"] if workload.checkpointing else []
     words += ["residual masters"] if workload.residual_masters else []
+    words += ["updates in the backward"] if workload.early_updates else []
     words += [f"{workload.moments_dtype} moments"] if workload.moments_dtype != "fp32" else []
     words += [f"LoRA of rank {workload.lora_rank}"] if workload.lora_rank else []
     words += [f"frozen weights in {workload.frozen_weights}"] if workload.frozen_weights else []

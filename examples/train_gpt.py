@@ -149,8 +149,8 @@ def ds_config(args: argparse.Namespace) -> dict[str, Any]:
         config[args.precision] = {"enabled": True}
     if args.offload != "none":
         where = {"device": args.offload, "nvme_path": str(args.nvme_path)}
-        pipelined = {"pipeline_read": True, "pipeline_write": True}
-        config["zero_optimization"]["offload_optimizer"] = {**where, **pipelined}
+        keys = {"pipeline_read": True, "pipeline_write": True, "update_during": args.update_during}
+        config["zero_optimization"]["offload_optimizer"] = {**where, **keys}
         if args.stage == 3:
             config["zero_optimization"]["offload_param"] = {**where, "max_in_cpu": 0}
         config |= {"wall_clock_breakdown": True, "steps_per_print": max(1, args.steps // 5)}
@@ -249,6 +249,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--stage", type=int, default=3, choices=range(4), help="ZeRO stage [%(default)s]")
     parser.add_argument("--precision", default="bf16", choices=("bf16", "fp16", "fp32"), help="[%(default)s]")
     parser.add_argument("--offload", default="none", choices=("none", "cpu", "nvme"), help="of states [%(default)s]")
+    parser.add_argument("--update-during", default="auto", metavar="WHEN", help="of --offload: docs/offload.md [auto]")
     parser.add_argument("--nvme-path", type=Path, default=Path(), metavar="FOLDER", help="for --offload nvme [here]")
     parser.add_argument("--steps", type=int, default=500, help="optimizer steps [%(default)s]")
     parser.add_argument("--batch-size", type=int, default=8, help="sequences per rank and step [%(default)s]")

@@ -27,8 +27,8 @@ from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.rollout.receiver import Packet
 from zeroaccel.rollout.weight_stream import WeightSender
 from zeroaccel.telemetry.norm_spikes import SpikeWatch
-from zeroaccel.telemetry.step_report import OffloadReport, StepReport
-from zeroaccel.telemetry.throughput import Throughput, peak_tflops, work_of
+from zeroaccel.telemetry.step_report import OffloadReport, StepReport, memory_now
+from zeroaccel.telemetry.throughput import Throughput, known_peak, work_of
 from zeroaccel.zero.access.full_params import gathered, iter_named_full_params
 from zeroaccel.zero.compiled import backend_named, check_toolchain, is_compiled_within, refuse_compiled_engine
 from zeroaccel.zero.engine_core import EngineCore, EngineParts
@@ -563,11 +563,17 @@ class EngineBase(EngineCore):
         save_dir: PathLike,
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
+        *,
+        requantize: bool | PathLike = False,
     ) -> bool:
         """Writes the parameters, in the dtypes they have in the engine, and the buffers to one file. (all ranks)
 
         Rank 0 writes, at every stage, with one unit unsharded at a time. It streams a file that ends in .safetensors;
         for .bin, .pt and .pth it calls `torch.save`, with all weights in its memory.
+
+        Args:
+            requantize: encode weights as FP8 or MXFP4 files of the model's source do; see `docs/fp8_mxfp4.md`. A
+                folder, if the source is not that of the model's config.
 
         Returns:
             True: the file is written.
@@ -576,14 +582,22 @@ class EngineBase(EngineCore):
             CheckpointError: the file cannot be written.
         """
         self.checkpointer.save_16bit_model(
-            os.path.join(save_dir, save_filename), exclude_frozen=exclude_frozen_parameters
+            os.path.join(save_dir, save_filename), exclude_frozen=exclude_frozen_parameters, requantize=requantize
         )
         return True
 
     def save_model(
-        self, save_dir: PathLike, *, max_nbytes: int, pickled: bool = False, exclude_frozen_parameters: bool = False
+        self,
+        save_dir: PathLike,
+        *,
+        max_nbytes: int,
+        pickled: bool = False,
+        exclude_frozen_parameters: bool = False,
+        requantize: bool | PathLike = False,
     ) -> list[str]:
         """Writes the model as files of at most `max_nbytes` with an index, in the Hugging Face layout. (all ranks)
+
+        For `requantize` see `save_16bit_model`.
 
         Returns:
             The names of the files.
@@ -592,7 +606,7 @@ class EngineBase(EngineCore):
             CheckpointError: the folder cannot be written.
         """
         return self.checkpointer.save_model(
-            save_dir, max_nbytes, pickled=pickled, exclude_frozen=exclude_frozen_parameters
+            save_dir, max_nbytes, pickled=pickled, exclude_frozen=exclude_frozen_parameters, requantize=requantize
         )
 
     def consolidated_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
@@ -718,7 +732,7 @@ def _throughput(engine: EngineBase, peak: float | None) -> Throughput:
     collectives = engine.collectives
     device = collectives.topology.device
     if peak is None and device.type != "cpu":
-        peak = peak_tflops(torch.get_device_module(device).get_device_name(device))
+        peak = known_peak(torch.get_device_module(device).get_device_name(device))
     weights = {
         slot.fqn: (slot.whole_shape, buffer.trainable)
         for unit in engine.units
@@ -728,7 +742,26 @@ def _throughput(engine: EngineBase, peak: float | None) -> Throughput:
     experts = [module for module in engine.module.modules() if has_expert_interface(module)]
     # Ranks that do not shard this batch with others of it divide the work of its layers.
     work = work_of(engine.module, weights, experts, ranks=collectives.job.world_size // collectives.world_size)
-    return Throughput(work, peak, lambda values: collectives.gather_objects(values, "tokens of the ranks"))
+    return Throughput(
+        work,
+        peak,
+        lambda values: collectives.gather_objects(values, "tokens of the ranks"),
+        lambda: (memory_now(device).peak, _states_nbytes(engine, device)),
+    )
+
+
+def _states_nbytes(engine: EngineBase, device: torch.device) -> int:
+    """Returns the bytes of weights, gradients, masters and states on this rank's device, without gathered weights."""
+    optimizer, buffers = engine.sharded_optimizer, [buffer for unit in engine.units for buffer in unit.buffers]
+    tensors = [tensor for buffer in buffers for tensor in (*buffer.shard_tensors(), *buffer.masters.tensors())]
+    tensors += [buffer.full for buffer in buffers if buffer.persistent]
+    if optimizer is not None:
+        states = (value for state in optimizer.optimizer.state.values() for value in state.values())
+        tensors += [value for value in states if isinstance(value, Tensor) and any(value.stride())]
+    trained = [buffer for buffer in buffers if buffer.trainable and optimizer is not None]
+    numels = [buffer.own.numel if engine.settings.plan.grads else buffer.layout.numel for buffer in trained]
+    grads = sum(numel * buffer.dtype.itemsize for numel, buffer in zip(numels, trained, strict=True))
+    return grads + sum(tensor.nbytes for tensor in tensors if tensor.device.type == device.type)
 
 
 def _watch_routers(report: StepReport, model: nn.Module, collectives: Collectives) -> None:

@@ -141,6 +141,8 @@ def config_of(workload: Workload, one: Estimate) -> dict[str, Any]:
     for key, device in (("offload_optimizer", one.offload_optimizer), ("offload_param", one.offload_param)):
         if device != "none":
             zero[key] = {"device": device} | ({"nvme_path": "NVME_PATH"} if device == "nvme" else {})
+    if workload.early_updates and one.offload_optimizer == "cpu":
+        zero["offload_optimizer"]["update_during"] = "backward"
     if workload.frozen_weights:
         zero["frozen_weights"] = workload.frozen_weights
     config: dict[str, Any] = {
@@ -189,6 +191,7 @@ def _rest(workload: Workload, capacity: Capacity) -> str:
     words += [f" --accumulation {workload.accumulation}"] if workload.accumulation > 1 else []
     words += [f" --ranks_per_machine {workload.ranks_per_machine}"] if workload.ranks_per_machine else []
     words += [" --residual_masters"] if workload.residual_masters else []
+    words += [" --early_updates"] if workload.early_updates else []
     words += [f" --moments_dtype {workload.moments_dtype}"] if workload.moments_dtype != "fp32" else []
     words += [" --peer_checkpoints"] if workload.peer_checkpoints else []
     words += [f" --lora_rank {workload.lora_rank}"] if workload.lora_rank else []

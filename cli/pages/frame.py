@@ -44,7 +44,7 @@ svg{display:block;max-width:100%;height:auto}
 svg text{fill:var(--ink);font:13px system-ui,sans-serif}
 svg .axis{stroke:var(--rule)}svg .limit{stroke:var(--ink);stroke-dasharray:5 4}
 svg .end{text-anchor:end}svg .middle{text-anchor:middle}
-.wide{overflow-x:auto}
+.wide,pre{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-size:14px;font-variant-numeric:tabular-nums}
 caption{text-align:left;color:var(--soft);padding:.3rem 0}
 th,td{padding:.25rem .5rem;border-bottom:1px solid var(--rule);text-align:right;white-space:nowrap}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from error_messages import errors_page
+from error_messages import FOREIGN, errors_page
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -67,10 +67,14 @@ _KEYWORDS = {
     "slow.md": "training is slow, throughput, speed, GPU utilization",
     "activations.md": "gradient checkpointing, recomputation",
     "tracking.md": "tensorboard, wandb, MFU, tokens per second",
+    "reference/errors.md": "error message, exception, traceback, exit code",
+    "releases.md": "upgrade, deprecated, version, migration from 0.2",
+    "recipes.md": "axolotl, ms-swift, GRPO, FP8 base, examples",
     "faq.md": "gradient accumulation stage, questions",
 }
 """Page -> words that people search for; a match of these counts more than any other."""
-_RANKS = {"benchmarks/": 0.02, "changelog.md": 0.02, "contributing.md": 0.1, "design.md": 0.2, "reference/": 0.2}
+_RANKS = {"benchmarks/": 0.02, "changelog.md": 0.02, "contributing.md": 0.1, "design.md": 0.2}
+_RANKS |= {"reference/errors.md": 0.6, "reference/": 0.2}
 """Start of a page's place -> its weight in search results, 1 for a guide."""
 _CELL = re.compile(r"<td.*?</td>", re.DOTALL)
 _WRAPS = re.compile(r"(_|[A-Za-z)\"'][./,=])(?=\w)(?![^<>]*>)")  # but not inside a tag
@@ -104,7 +108,8 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     """Sets the place of a page among search results, and points links out of docs/ to the pages of the site."""
     place = page.file.src_uri
     weight = next((weight for start, weight in _RANKS.items() if place.startswith(start)), 1)
-    page.meta |= {"search": {"boost": weight}} | ({"tags": _KEYWORDS[place].split(", ")} if place in _KEYWORDS else {})
+    tags = _KEYWORDS.get(place, "").split(", ") + [message for message, *_ in FOREIGN if place == "reference/errors.md"]
+    page.meta |= {"search": {"boost": weight}} | ({"tags": tags} if place in _KEYWORDS else {})
     if place in FROM_TREE.values() or not place.startswith(("reference/", "benchmarks/")):
         return _relinked(markdown, posixpath.join("docs", place), place)
     return markdown

@@ -150,6 +150,10 @@ CASES: Mapping[str, Case] = {
         config(2, offload_optimizer={**_HALF, "update_during": "next_step"}), 4
     ),
     "stage 3, half of the states in files": Case(config(3, offload_optimizer={**_FILE, "ratio": 0.5}, **_TRAVELS), 4),
+    "stage 2, update during the backward": Case(config(2, offload_optimizer={**_CPU, "update_during": "backward"}), 4),
+    "stage 3, both on the host, update during the backward": Case(
+        config(3, offload_param=_CPU, offload_optimizer={**_CPU, "update_during": "backward"}, **_TRAVELS), 4
+    ),
     # offload to files
     "stage 2, states in files": Case(config(2, offload_optimizer=_FILE), 4),
     "stage 3, parameters in files": Case(config(3, offload_param=_PARAMETER_FILE, **_TRAVELS), 4),

@@ -367,6 +367,16 @@ BUGS: Mapping[str, Bug] = {
         _without("tests.cuda_model.model_threads._Result", "result", "zero/update_thread.py", "install", 0.0),
         "not ordered after",
     ),
+    "an early update reads a gradient that is on its way": Bug(
+        "stage 2, update during the backward",
+        _no_synchronize("copy_stream.py", "wait"),
+        "READ AFTER WRITE",
+    ),
+    "spare memory is exchanged before its update ends": Bug(
+        "stage 2, update during the backward",
+        _without("tests.cuda_model.model_threads._Result", "result", "zero/update_thread.py", "install", 0.0),
+        "not ordered after",
+    ),
     "weights are used before their update": Bug(
         "stage 3, both on the host",
         _without("tests.cuda_model.model_threads._Result", "result", "zero/update_thread.py", "install", 0.0),

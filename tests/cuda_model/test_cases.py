@@ -51,6 +51,9 @@ MORE_WAITS: dict[str, int] = {
     "stage 3, both on the host, two buffers for a unit": 2,
     "stage 2, update during the next step": 2,
     "stage 3, both on the host, update during the next step": 2,
+    # At the end of a backward, the host waits for each gradient that is still on its way, to start its update.
+    "stage 2, update during the backward": 6,
+    "stage 3, both on the host, update during the backward": 6,
     # The squares of the gradients that stay are one more value from the device; each micro-batch has two.
     "stage 2, half of the optimizer on the host": 2,
     "stage 2, half of the optimizer on the host, several ranks": 3,
@@ -97,6 +100,7 @@ LOCKS: dict[str, int] = {
     # The first update that overlaps with another step's gradients needs a second slab for them.
     "stage 2, update during the next step": 1,
     "stage 3, both on the host, update during the next step": 1,
+    "stage 2, half of the optimizer on the host, update during the next step": 1,
     "stage 2, states in files, update during the next step": 1,
     # One buffer is less than a unit and the next one need, so that some exceed the budget.
     "stage 3, parameters in files, one buffer": 2,

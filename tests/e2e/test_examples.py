@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.support.environment import ROOT
-from tests.support.job import run_command, running_command
+from tests.support.job import run_command, run_job, running_command
 from tests.support.pool import Ranks
 from tests.support.scripts import load_script
 from zeroaccel.accelerate.accelerator_state import PartialState
@@ -133,6 +133,28 @@ def test_qlora_saves_adapters(tiny: Path, tmp_path: Path) -> None:
     adapters = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
     assert adapters
     assert all("lora" in name and value.numel() for name, value in adapters.items())
+
+
+@pytest.mark.slow  # tests/multi/compat/test_save_codes.py covers it
+def test_a_model_in_codes_is_tuned_merged_and_saved_as_codes(tmp_path: Path) -> None:
+    name = "mxfp4/gpt_oss:GptOssForCausalLM"
+    made = run_job(2, "tests/multi/compat/load_pretrained.py", [tmp_path, name], timeout=100)
+    assert made.returncode == 0, made.stderr
+    source, example = tmp_path / "mxfp4-gpt_oss-GptOssForCausalLM", ROOT / "examples" / "finetune_codes.py"
+    launch = (sys.executable, "-m", "zeroaccel.cli", "launch", "--cpu", "--num_processes", 2, example, source)
+    trained = run_command(launch, timeout=100.0, cwd=tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    losses = [float(loss) for loss in re.findall(r"'loss': '([\d.]+)'", trained.stdout)]
+    assert losses == sorted(losses, reverse=True)
+    merged = run_command([*launch, "--merge"], timeout=100.0, cwd=tmp_path)
+    assert merged.returncode == 0, merged.stderr
+    assert "merged: model.safetensors, errors in requantized.json" in merged.stdout
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "merged"))
+    assert {key: value.dtype for key, value in before.items()} == {key: value.dtype for key, value in after.items()}
+    changed = {key.split(".")[-2] for key in before if not torch.equal(before[key], after[key])}
+    assert changed == {"q_proj", "o_proj"}
+    config = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert config["quantization_config"] == {"quant_method": "mxfp4"}
 
 
 def test_the_7b_page_has_the_figures_of_its_commands() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from zeroaccel.accelerate.accelerator_state import AcceleratorState
 from zeroaccel.checkpoint.atomic_write import write_durably
+from zeroaccel.checkpoint.source_layout import source_of
 from zeroaccel.checkpoint.weights import parse_nbytes
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
@@ -117,6 +118,8 @@ class ModelSaving:
         save_directory: str | os.PathLike[str],
         max_shard_size: int | str = _MAX_SHARD_SIZE,
         safe_serialization: bool = True,
+        *,
+        requantize: bool | str | os.PathLike[str] = False,
     ) -> list[str]:
         """Writes the weights as `model.safetensors`, or as several files with an index. (all ranks)
 
@@ -128,6 +131,8 @@ class ModelSaving:
             max_shard_size: maximum size of a file: a number of bytes, "10GB", "512MiB". A larger tensor gets its own
                 file.
             safe_serialization: False writes `pytorch_model.bin` files, each of which is built in memory.
+            requantize: encode weights as FP8 or MXFP4 files of the model's source do; see `docs/fp8_mxfp4.md`. A
+                folder, if the source is not that of the model's config.
 
         Returns:
             The names of the files.
@@ -154,7 +159,9 @@ class ModelSaving:
                     fix="prepare it, or save it with its own save_pretrained",
                 )
         assert engine is not None, "a missing engine was refused on every rank"
-        return engine.save_model(save_directory, max_nbytes=max_nbytes, pickled=not safe_serialization)
+        return engine.save_model(
+            save_directory, max_nbytes=max_nbytes, pickled=not safe_serialization, requantize=requantize
+        )
 
     def save_pretrained(
         self,
@@ -162,10 +169,13 @@ class ModelSaving:
         save_directory: str | os.PathLike[str],
         max_shard_size: int | str = _MAX_SHARD_SIZE,
         safe_serialization: bool = True,
+        *,
+        requantize: bool | str | os.PathLike[str] = False,
     ) -> list[str]:
         """Writes the weights like `save_model`, and the config files that `from_pretrained` reads. (all ranks)
 
-        These are `config.json` and, if the model can generate, `generation_config.json`.
+        These are `config.json` and, if the model can generate, `generation_config.json`. With `requantize`,
+        `config.json` has the source's quantization config.
 
         Raises:
             UsageError: the model has no config that can be saved.
@@ -184,8 +194,8 @@ class ModelSaving:
             if self.collectives.rank == 0:
                 for name, config in configs.items():
                     if config is not None:
-                        _write_config(Path(save_directory), name, config, inner)
-        return self.save_model(model, save_directory, max_shard_size, safe_serialization)
+                        _write_config(Path(save_directory), name, config, inner, requantize)
+        return self.save_model(model, save_directory, max_shard_size, safe_serialization, requantize=requantize)
 
     def _saved_engine(self, model: nn.Module) -> EngineBase | None:
         inner = unwrap_model(model, keep_torch_compile=False)
@@ -195,7 +205,9 @@ class ModelSaving:
         return None
 
 
-def _write_config(folder: Path, name: str, config: Any, model: nn.Module) -> None:
+def _write_config(
+    folder: Path, name: str, config: Any, model: nn.Module, requantize: bool | str | os.PathLike[str]
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     save = getattr(config, "save_pretrained", None)
     if name != "config" and save is not None:
@@ -204,4 +216,7 @@ def _write_config(folder: Path, name: str, config: Any, model: nn.Module) -> Non
     content = config.to_dict()
     if name == "config":
         content["architectures"] = content.get("architectures") or [type(model).__name__]
+        if requantize:
+            source = json.loads((source_of(model, requantize) / "config.json").read_bytes())
+            content["quantization_config"] = source["quantization_config"]
     write_durably(folder / f"{name}.json", (json.dumps(content, indent=2, sort_keys=True, default=str) + "\n").encode())

@@ -37,7 +37,7 @@ from zeroaccel.checkpoint.rank_file_writer import Staging
 from zeroaccel.checkpoint.save import CommitRules, Progress, Save, SaveRequest, prepare
 from zeroaccel.checkpoint.save_plan import EngineState, WholeModel, left_out, persistent_buffers
 from zeroaccel.checkpoint.tensor_store import TensorStore, UnreadStore
-from zeroaccel.checkpoint.weights import consolidated_state_dict, save_model_files, save_weights
+from zeroaccel.checkpoint.weights import Requantize, consolidated_state_dict, save_model_files, save_weights
 from zeroaccel.checkpoint.zero_to_fp32 import CHUNK_NBYTES
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.environment import is_in_launcher_memory
@@ -165,11 +165,13 @@ class Checkpointer:
         self.wait()
         raise Preempted(f"saved checkpoint {os.path.abspath(save_dir)} at step {self._engine.global_steps}")
 
-    def save_16bit_model(self, path: PathLike, *, exclude_frozen: bool) -> None:
+    def save_16bit_model(self, path: PathLike, *, exclude_frozen: bool, requantize: Requantize) -> None:
         self.prepare_to_save("save_16bit_model")
-        save_weights(Path(path), self.state(), exclude_frozen=exclude_frozen)
+        save_weights(Path(path), self.state(), exclude_frozen=exclude_frozen, requantize=requantize)
 
-    def save_model(self, save_dir: PathLike, max_nbytes: int, *, pickled: bool, exclude_frozen: bool) -> list[str]:
+    def save_model(
+        self, save_dir: PathLike, max_nbytes: int, *, pickled: bool, exclude_frozen: bool, requantize: Requantize
+    ) -> list[str]:
         self.prepare_to_save("save_model")
         return save_model_files(
             Path(save_dir),
@@ -177,6 +179,7 @@ class Checkpointer:
             max_nbytes=max_nbytes,
             pickled=pickled,
             exclude_frozen=exclude_frozen,
+            requantize=requantize,
         )
 
     def consolidated_state_dict(self, *, exclude_frozen: bool, also: Collection[str] = ()) -> dict[str, Tensor] | None:

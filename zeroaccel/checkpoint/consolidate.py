@@ -155,6 +155,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     *,
     like: str | os.PathLike[str] | None = None,
     allow_differences: bool = False,
+    requantize: bool = False,
     **options: Any,
 ) -> list[Path]:
     """Writes a checkpoint's unsharded weights to files, streaming, like `zeroaccel zero-to-fp32`.
@@ -164,6 +165,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         safe_serialization: True or None for safetensors files in a folder, False for .bin files.
         like: a folder or index of model files; the output gets their names, shapes and layout.
         allow_differences: with `like`, print which names differ instead of raising an error.
+        requantize: with `like`, encode weights in the format of these files.
         options: `dtype`, `only`, `workers` of `zero_to_fp32.Options`.
 
     Returns:
@@ -181,5 +183,5 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         )
         source = open_source(checkpoint_dir, tag)
         if like is not None:
-            source = as_in_files(source, Path(like), allow_differences=allow_differences)
+            source = as_in_files(source, Path(like), allow_differences=allow_differences, requantize=requantize)
         return zero_to_fp32.convert(source, Path(output_dir), conversion)

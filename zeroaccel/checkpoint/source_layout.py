@@ -7,9 +7,10 @@ model in memory, `as_in_files` for a checkpoint and the files of `zero-to-fp32 -
 
 from __future__ import annotations
 
+import os
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from zeroaccel.checkpoint.requantize import requantized
 from zeroaccel.checkpoint.zero_to_fp32 import ConversionError, Source, Weight
 from zeroaccel.config.bounds import parse_plain_json, read_at_most
 from zeroaccel.errors import UsageError, listed
@@ -31,6 +33,7 @@ from zeroaccel.zero.module_names import plain_names
 _MOST_NBYTES = 256 << 20  # of an index or a config
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SCALES = re.compile(r"_(scale|scales|scale_inv|scale_2|input_scale|activation_scale)$|\.(input|weight)_scale$")
+_ADAPTED = re.compile(r"^base_model\.model\.|\.(base_layer|original_module)(?=\.)")
 
 
 def reverted(model: Any, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -70,10 +73,26 @@ def renamed(model: Any, name: str) -> str:
     return names[0] if len(names) == 1 else name
 
 
-def compare_with_source(model: Any, names: Collection[str], folder: Path) -> None:
-    """Logs which names of a save are not in the local files that a transformers model comes from.
+def source_of(model: Any, folder: bool | str | os.PathLike[str]) -> Path:
+    """Returns the folder of the files that a model comes from: `folder`, or for True that of the model's config."""
+    name = folder if not isinstance(folder, bool) else getattr(without_wrappers(model).config, "_name_or_path", "")
+    if not Path(name or "missing").is_dir():
+        raise UsageError(
+            "save: requantize",
+            expected="a local folder with the files that the model comes from",
+            got=repr(str(name)),
+            fix="pass it: requantize=FOLDER",
+        )
+    return Path(name)
+
+
+def compare_with_source(model: Any, found: Mapping[str, Any], folder: Path) -> None:
+    """Logs how names and shapes of a save differ from the local files that a transformers model comes from.
 
     A model of another class than the source's, and codes and scales of the source, are no reason for a line.
+
+    Args:
+        found: name -> something with the shape of the tensor.
     """
     model = without_wrappers(model)
     source = Path(getattr(getattr(model, "config", None), "_name_or_path", None) or folder)
@@ -83,25 +102,27 @@ def compare_with_source(model: Any, names: Collection[str], folder: Path) -> Non
         files = _Files.of(source)
     except ConversionError:
         return  # the source is gone, or has files of another format
-    if type(model).__name__ not in (files.config.get("architectures") or ()) or "quantization_config" in files.config:
+    if type(model).__name__ not in (files.config.get("architectures") or ()):
         return
-    tied = {alias for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items() for alias in pair}
-    if more := sorted(set(names) - files.shapes.keys() - tied):
+    pairs = (getattr(model, "all_tied_weights_keys", None) or {}).items()
+    tied = {files.own_name(renamed(model, name), model) for pair in pairs for name in pair}
+    own = {files.own_name(name, model): value for name, value in found.items()}
+    if differences := files.differences(own, model, (), tied):
         logger.warning(
-            "%s: %d names are not in the source %s, and servers that read its names will not find them: %s",
+            "%s differs from its source %s, and servers that read its names may not load it: %s",
             folder,
-            len(more),
             source,
-            listed(more),
+            differences,
         )
 
 
-def as_in_files(source: Source, path: Path, *, allow_differences: bool = False) -> Source:
+def as_in_files(source: Source, path: Path, *, allow_differences: bool = False, requantize: bool = False) -> Source:
     """Returns a checkpoint with the names, shapes and layout of a model's files.
 
     Args:
         path: a folder, an index (`*.index.json`), or a safetensors file; of a transformers model with its config.json.
         allow_differences: print differences of names and shapes instead of raising an error.
+        requantize: encode weights, and round the others, as in these files.
 
     Raises:
         ConversionError: names or shapes differ, or the files of `path` cannot be read; the message lists them.
@@ -109,9 +130,10 @@ def as_in_files(source: Source, path: Path, *, allow_differences: bool = False) 
     files = _Files.of(path)
     model = files.model()
     parts = [_Contiguous(source, weight) for weight in source.weights]
-    values = {part.weight.name: part.tensor() for part in parts}
-    named = {**values, **{alias: values[name] for alias, name in source.ties.items()}}
-    pairs = [(renamed(model, alias), renamed(model, name)) for alias, name in source.ties.items()]
+    values = {_in_base(part.weight.name): part.tensor() for part in parts}
+    ties = {_in_base(alias): _in_base(name) for alias, name in source.ties.items()}
+    named = {**values, **{alias: values[name] for alias, name in ties.items()}}
+    pairs = [(renamed(model, alias), renamed(model, name)) for alias, name in ties.items()]
     unsaved = set(getattr(model, "_keys_to_ignore_on_save", None) or ()) - files.shapes.keys()
     found = {
         files.own_name(name, model): value for name, value in reverted(model, named).items() if name not in unsaved
@@ -127,17 +149,30 @@ def as_in_files(source: Source, path: Path, *, allow_differences: bool = False) 
                 "pass the model that was trained, or --allow-differences to write it anyway"
             )
         print(f"Differs from {path}: {differences}")
+    at_end = None
+    if requantize:
+        try:
+            found, errors = requantized(found, path)
+        except UsageError as error:
+            raise ConversionError(str(error)) from error
+        at_end = errors.report
     kinds = {weight.name: weight for weight in source.weights}
     weights = []
     for index, (name, value) in enumerate(found.items()):
         assert isinstance(value, LazyTensor), f"{name} was computed"
-        leaves = [kinds[node.name] for node in value.nodes() if isinstance(node, Stored)]
+        leaves = [kinds[node.name] for node in value.nodes() if isinstance(node, Stored) and node.name in kinds]
         piece = ((index, 0, value.numel(), 0),) if value.numel() else ()
         kind = {key: all(getattr(leaf, key) for leaf in leaves) for key in ("is_buffer", "excludable", "is_code")}
+        kind["is_code"] = requantize or kind["is_code"]
         weights.append(Weight(name, dtype_name(value.dtype), tuple(value.shape), piece, **kind))
     made = tuple(map(_Converted, found.values()))
-    fingerprint = f"{source.fingerprint} in the layout of {sorted(files.shapes)}"
-    return replace(source, fingerprint=fingerprint, weights=tuple(weights), ties={}, files=made)
+    fingerprint = f"{source.fingerprint} in the layout of {sorted(files.shapes)}, requantized: {requantize}"
+    return replace(source, fingerprint=fingerprint, weights=tuple(weights), ties={}, files=made, at_end=at_end)
+
+
+def _in_base(name: str) -> str:
+    """Returns a name of a model with PEFT's adapters as that of the base model."""
+    return _ADAPTED.sub("", name) if name.startswith("base_model.model.") else name
 
 
 class _Contiguous:
@@ -233,14 +268,22 @@ class _Files:
         others = [each for each in (name.removeprefix(prefix), prefix + name) if each in self.shapes]
         return name if name in self.shapes or prefix == "." or not others else others[0]
 
-    def differences(self, found: Mapping[str, Tensor], model: Any, left_out: Sequence[str]) -> str:
-        """Returns how names and shapes differ from those of the files, or an empty text."""
-        shapes = dict(self.shapes)
-        if "quantization_config" in self.config:  # 16-bit values instead of codes and scales
+    def differences(
+        self, found: Mapping[str, Any], model: Any, left_out: Sequence[str], tied: Set[str] = frozenset()
+    ) -> str:
+        """Returns how names and shapes differ from those of the files, or an empty text.
+
+        Args:
+            tied: names that may be missing on either side.
+        """
+        shapes = {**dict.fromkeys(tied & found.keys()), **self.shapes}
+        if "quantization_config" in self.config and not any(
+            map(_SCALES.search, found)
+        ):  # 16-bit values instead of codes and scales
             shapes = {name.removesuffix("_blocks"): None for name in shapes if not _SCALES.search(name)}
         ignored = re.compile("|".join(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ("(?!)",)))
         more = sorted(found.keys() - shapes.keys())
-        missing = sorted(name for name in shapes.keys() - found.keys() if not ignored.search(name))
+        missing = sorted(name for name in shapes.keys() - found.keys() - tied if not ignored.search(name))
         other = [
             f"{name} is {list(found[name].shape)}, and {list(shape)} in the files"
             for name, shape in sorted(shapes.items())

@@ -23,14 +23,17 @@ from torch import Tensor
 from zeroaccel.checkpoint import zero_to_fp32
 from zeroaccel.checkpoint.atomic_write import NewFile, remove_abandoned, write_all, write_durably
 from zeroaccel.checkpoint.consolidate import named_errors
+from zeroaccel.checkpoint.requantize import Errors, requantized
 from zeroaccel.checkpoint.save_plan import EngineState, code_names, persistent_buffers, shared_buffers
-from zeroaccel.checkpoint.source_layout import compare_with_source, renamed, reverted
+from zeroaccel.checkpoint.source_layout import compare_with_source, renamed, reverted, source_of
 from zeroaccel.checkpoint.zero_to_fp32 import CHUNK_NBYTES
 from zeroaccel.comm.agree import agreed, from_rank_0
 from zeroaccel.comm.collectives import Collectives
-from zeroaccel.errors import CheckpointError, EngineStateError
+from zeroaccel.errors import CheckpointError, EngineStateError, UsageError
+from zeroaccel.zero.access.coded_weights import CODES, CodedWeight, Decoded
 from zeroaccel.zero.access.lazy_tensors import Box, LazyTensor, Node, materialized
 from zeroaccel.zero.access.safetensors_file import dtype_name, lay_out_tensors
+from zeroaccel.zero.module_names import plain_names
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit, ShardState
 from zeroaccel.zero.quantized_weights import join_wrappers
 
@@ -41,21 +44,27 @@ WeightsWriter: TypeAlias = "PickledWeights | StreamedWeights | _ShardedWeights"
 """`add` appends the next tensor, and `finish` gives every file its final name. `close`, which must follow `finish` or a
 failure, removes unfinished files."""
 
+Requantize: TypeAlias = bool | str | os.PathLike[str]
+"""True to encode weights as in the files that the model comes from, or the folder of these files."""
+
 _PICKLES = (".bin", ".pt", ".pth")
 
 
-def save_weights(path: Path, engine_state: EngineState, *, exclude_frozen: bool) -> None:
+def save_weights(
+    path: Path, engine_state: EngineState, *, exclude_frozen: bool, requantize: Requantize = False
+) -> None:
     """Writes all parameters and persistent buffers to `path`, on rank 0. (all ranks)
 
     Args:
         path: the output file. Its suffix selects the format: .safetensors, or .bin, .pt, .pth for `torch.save`. A
             pickle has a tied parameter under each of its names, a safetensors file under the first only, with the
             others in the metadata.
+        requantize: see `Output`.
 
     Raises:
         CheckpointError: the suffix is unknown, or the disk is full or fails; raised on every rank.
     """
-    output = Output(engine_state, exclude_frozen=exclude_frozen)
+    output = Output(engine_state, exclude_frozen=exclude_frozen, requantize=requantize)
     stream_into(path.parent, lambda: _writer_of(path, output.specs, output), output, engine_state.job)
 
 
@@ -244,20 +253,45 @@ class Output:
         ties: alias -> name of the same tensor.
     """
 
-    def __init__(self, engine_state: EngineState, *, exclude_frozen: bool) -> None:
-        """Plans the output. (all ranks)"""
+    def __init__(self, engine_state: EngineState, *, exclude_frozen: bool, requantize: Requantize = False) -> None:
+        """Plans the output. (all ranks)
+
+        Args:
+            requantize: encode weights as the files of the source do; see `requantize.py`. A folder, if it is not that
+                of the model's config.
+        """
         self._state, self._exclude_frozen = engine_state, exclude_frozen
         self._requests = Requests(engine_state)
         self._converted: dict[str, Tensor] | None = None
+        self._errors: Errors | None = None
         self.ties: Mapping[str, str] = engine_state.ties
-        adapters_only = exclude_frozen and hasattr(engine_state.model, "peft_config")
-        if engine_state.whole_model is None and not adapters_only and not code_names(engine_state.model):
-            own = {spec[0]: self._requests.lazy(*spec) for spec in self._own_specs()}
-            files = reverted(engine_state.model, own)
-            if any(own.get(name) is not value for name, value in files.items()):
+        model = engine_state.model
+        named, plain = model.named_parameters(), plain_names(model)
+        coded = {f"{plain(name)}.{CODES}": each for name, each in named if isinstance(each, CodedWeight)}
+        decoded = {name.removesuffix(f".{CODES}") for name in coded}
+        is_whole = engine_state.whole_model is None and decoded.issuperset(set(code_names(model)) - coded.keys())
+        if is_whole and not (exclude_frozen and hasattr(model, "peft_config")):
+            own: dict[str, Tensor] = {}
+            for name, dtype, shape in self._own_specs():
+                lazy = self._requests.lazy(name, dtype, shape)
+                if name in coded:
+                    lazy = LazyTensor(Decoded(coded[name], functools.partial(materialized, lazy)))
+                own[name.removesuffix(f".{CODES}") if name in coded else name] = lazy
+            files = reverted(model, own)
+            if requantize:
+                with agreed(engine_state.job, "save: requantize"):
+                    files, self._errors = requantized(files, source_of(model, requantize))
+            if any(own.get(name) is not value for name, value in files.items()) or coded:
                 self._converted = dict(sorted(files.items(), key=lambda item: -item[1].element_size()))
-                rename = functools.partial(renamed, engine_state.model)
+                rename = functools.partial(renamed, model)
                 self.ties = {rename(alias): rename(name) for alias, name in engine_state.ties.items()}
+        elif requantize:
+            raise UsageError(
+                "save: requantize",
+                expected="all weights of the model, of which this job decoded the codes",
+                got="pipeline stages, codes of a library, or exclude_frozen_parameters",
+                fix="save a checkpoint, and convert it with zeroaccel zero-to-fp32 --like MODEL --requantize",
+            )
         self.specs = [spec for _, spec in _specs_by_rank(engine_state, exclude_frozen=exclude_frozen)]
         if self._converted is not None:
             self.specs = [(name, value.dtype, tuple(value.shape)) for name, value in self._converted.items()]
@@ -285,8 +319,12 @@ class Output:
         return {**tensors, **{alias: tensors[name] for alias, name in self.ties.items() if name in tensors}}
 
     def compare(self, folder: Path) -> None:
-        """Logs names that the source of a transformers model does not have. (rank 0)"""
-        compare_with_source(self._state.model, {name for name, _, _ in self.specs}, folder)
+        """Logs differences from the source of a transformers model, and errors of encoding. (rank 0)"""
+        shapes = {name: torch.empty(shape, device="meta") for name, _, shape in self.specs}
+        if not self._exclude_frozen:
+            compare_with_source(self._state.model, shapes, folder)
+        if self._errors is not None:
+            self._errors.report(folder)
 
 
 def _streamed(
@@ -462,12 +500,14 @@ def save_model_files(
     max_nbytes: int,
     pickled: bool = False,
     exclude_frozen: bool = False,
+    requantize: Requantize = False,
 ) -> list[str]:
     """Writes all parameters and persistent buffers into `folder`, on rank 0. (all ranks)
 
     The files are `model.safetensors`, or `model-00001-of-0000N.safetensors` etc. and `model.safetensors.index.json`; if
     `pickled`, they begin with `pytorch_model` and end with `.bin`. Safetensors files have a tied parameter under its
     first name only. Each file replaces an old one when it is complete; other files of an earlier save are removed.
+    For `requantize` see `Output`.
 
     Returns:
         The names of the files, including the index.
@@ -476,7 +516,7 @@ def save_model_files(
         CheckpointError: the folder is not writable; raised on every rank.
     """
     suffix = ".bin" if pickled else ".safetensors"
-    output = Output(engine_state, exclude_frozen=exclude_frozen)
+    output = Output(engine_state, exclude_frozen=exclude_frozen, requantize=requantize)
     files = plan_files(output.specs, max_nbytes, suffix)
     stream_into(folder, lambda: _ShardedWeights(folder, files, output), output, engine_state.job)
     names = [file.name for file in files]

@@ -132,6 +132,7 @@ class Source:
         fingerprint: a digest that depends on every byte of the checkpoint.
         ties: alias -> name in `weights`.
         left_out: names of parameters whose values are not in the checkpoint.
+        at_end: called with the output folder after the last file.
     """
 
     tag: str
@@ -142,6 +143,7 @@ class Source:
     ties: Mapping[str, str]
     files: tuple[ByteFile, ...]
     left_out: tuple[str, ...] = ()
+    at_end: Callable[[Path], None] | None = None
 
 
 @functools.lru_cache(maxsize=1)
@@ -923,7 +925,10 @@ def convert(
         _torch()  # raises before the first byte is written
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return _write(source, folder, shards, form, options, single=folder != output, show_progress=show_progress)
+        files = _write(source, folder, shards, form, options, single=folder != output, show_progress=show_progress)
+        if source.at_end is not None:
+            source.at_end(folder)
+        return files
     except OSError as error:
         raise ConversionError(f"{error.filename or output}: {error.strerror or error}; output is incomplete") from error
 
@@ -1136,6 +1141,7 @@ def _make_parser(program: str) -> argparse.ArgumentParser:
     add("--only", action="append", default=[], metavar="PATTERN", help="names to write, e.g. '*lora_*'; repeatable")
     add("--like", type=Path, metavar="MODEL", help="write names, shapes and layout of these files: a folder or index")
     add("--allow-differences", "--allow_differences", action="store_true", help="list names that differ from MODEL's")
+    add("--requantize", action="store_true", help="with --like, encode weights in the format of MODEL's files")
     add("--workers", type=_positive, default=Options.workers, help="number of parallel readers (default: %(default)s)")
     add("--dry-run", "--dry_run", action="store_true", help="print the files and their sizes without writing them")
     return parser
@@ -1145,7 +1151,7 @@ def run(
     arguments: Sequence[str],
     program: str,
     open_source: Callable[[Path, str | None], Source] = read_source,
-    as_in_files: Callable[[Source, Path, bool], Source] | None = None,
+    as_in_files: Callable[[Source, Path, bool, bool], Source] | None = None,
 ) -> list[Path]:
     """Runs a command line; returns the files that it wrote.
 
@@ -1160,11 +1166,13 @@ def run(
         raise ArgumentsError("--safe_serialization and --format bin contradict each other; pass one of them")
     if parsed.allow_differences and parsed.like is None:
         raise ArgumentsError("--allow-differences compares names with those of --like MODEL; pass both")
+    if parsed.requantize and parsed.like is None:
+        raise ArgumentsError("--requantize encodes weights as in the files of --like MODEL; pass both")
     if parsed.like is not None and as_in_files is None:
         raise ArgumentsError("--like needs the package: run `zeroaccel zero-to-fp32` with the same arguments")
     source = open_source(parsed.checkpoint_dir, parsed.tag)
     if parsed.like is not None and as_in_files is not None:
-        source = as_in_files(source, parsed.like, parsed.allow_differences)
+        source = as_in_files(source, parsed.like, parsed.allow_differences, parsed.requantize)
     print(f"Processing zero checkpoint at {source.tag}")
     print(f"Detected checkpoint of type zero stage {source.stage}, world_size: {source.world_size}", flush=True)
     options = Options(

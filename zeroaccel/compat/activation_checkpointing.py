@@ -113,7 +113,7 @@ def offloading_from_devices(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def get(*args: Any, **kwargs: Any) -> Any:
-        if torch.accelerator.current_accelerator() is not None:
+        if torch.accelerator.is_available():
             return original(*args, **kwargs)
         log_once(logging.WARNING, "activation_offloading: a CPU's activations are in host memory already; no effect")
         return nullcontext()

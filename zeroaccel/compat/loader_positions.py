@@ -26,7 +26,9 @@ from zeroaccel.errors import CheckpointError
 from zeroaccel.logs import logger
 
 _CPU = torch.device("cpu")
-_POSITION, _SOURCE, _BEGIN, _SKIP = (f"_zeroaccel_{name}" for name in ("position", "source", "begin", "skip"))
+_POSITION, _SOURCE, _BEGIN, _SKIP, _AHEAD, _LOADED = (
+    f"_zeroaccel_{name}" for name in ("position", "source", "begin", "skip", "ahead", "loaded")
+)
 
 
 @dataclass
@@ -51,21 +53,37 @@ def follow(original: Callable[..., Any]) -> Callable[..., Any]:
         if (skip := vars(loader).pop(_SKIP, 0)) > 0:
             yield from sys.modules["accelerate.data_loader"].skip_first_batches(loader, skip)
             return
-        begin = vars(source).pop(_BEGIN, None)
-        position = _LoaderEpoch(loader.iteration, _state(loader) if begin is None else begin, skipped)
-        vars(source)[_POSITION] = position
-        batches = original(loader)
-        if begin is not None and _generator(loader) is None:
-            # The order comes from the process's generators, which the rest of the state has advanced since.
-            with preserved_random_state(_CPU):
-                restore_random_state(begin, _CPU)
-                batches = chain(list(islice(batches, 1)), batches)
-        for batch in batches:
-            position.batches += 1
-            position.ended = loader.end_of_dataloader
-            yield batch
+        ahead, following = vars(source).get(_AHEAD, (0, 0))
+        if ahead and loader.iteration + ahead == following:
+            loader.iteration = following  # the loop counts epochs without those that the resume passed over
+        passing, loader.skip_batches = (0, loader.skip_batches) if _has_length(loader) else (loader.skip_batches, 0)
+        while True:
+            begin = vars(source).pop(_BEGIN, None)
+            if _LOADED not in vars(source):
+                _draw_earlier_epochs(loader)
+            position = _LoaderEpoch(loader.iteration, _state(loader) if begin is None else begin)
+            position.batches = 0 if passing else skipped
+            vars(source)[_POSITION] = position
+            batches = original(loader)
+            if begin is not None and _generator(loader) is None:
+                # The order comes from the process's generators, which the rest of the state has advanced since.
+                with preserved_random_state(_CPU):
+                    restore_random_state(begin, _CPU)
+                    batches = chain(list(islice(batches, 1)), batches)
+            for batch in batches:
+                position.batches += 1
+                position.ended = loader.end_of_dataloader
+                if position.batches > passing:
+                    yield batch
+            if position.batches > passing or not passing:
+                break
+            # Trainer counts the steps of a stream without a length as one epoch; the last of an epoch may be smaller.
+            steps = loader.gradient_state.num_steps
+            passing = max(passing - -(-position.batches // steps) * steps, 0) if position.batches else 0
+            ahead += 1
         vars(source)[_POSITION] = None
         source.iteration = loader.iteration
+        vars(source)[_AHEAD] = ahead, loader.iteration
 
     return iterate
 
@@ -148,7 +166,7 @@ def _note(loader: Any) -> dict[str, Any]:
 
 
 def _restore(loader: Any, note: dict[str, Any]) -> None:
-    loader.iteration = note["epoch"]
+    loader.iteration, vars(loader)[_LOADED] = note["epoch"], True
     sampler = _sampler(loader)
     if note["seed"] is not None and hasattr(sampler, "initial_seed"):
         sampler.initial_seed = note["seed"]
@@ -188,6 +206,27 @@ def _restore_order(loader: Any, sampler: Any, start: Any, *, begun: bool) -> Non
         generator.set_state(start["torch"])
         _, seed = (int(torch.empty((), dtype=torch.int64).random_(generator=generator)) for _ in range(2))
         generator.manual_seed(seed)
+
+
+def _has_length(loader: Any) -> bool:
+    try:
+        return len(loader.dataset) >= 0
+    except (AttributeError, TypeError):  # a stream, or accelerate's shard of one
+        return False
+
+
+def _draw_earlier_epochs(loader: Any) -> None:
+    """Advances a generator without draws by the epochs before this one, as Trainer does not save its state."""
+    generator, sampler = _generator(loader), _sampler(loader)
+    if generator is None or not loader.iteration or hasattr(sampler, "initial_seed"):
+        return
+    streams = isinstance(loader.dataset, IterableDataset)
+    if streams and (loader.num_workers or not hasattr(loader.dataset, "generator")):
+        return  # a copy in a worker, or accelerate's shard, which seeds each epoch by its number
+    if torch.equal(generator.get_state(), torch.Generator().manual_seed(generator.initial_seed()).get_state()):
+        for _ in range(loader.iteration):
+            for _ in loader.dataset if streams else sampler:
+                pass
 
 
 def _ranks() -> int:

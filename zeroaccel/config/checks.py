@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterator
 from zeroaccel.config.diagnostics import KeyPath, Problem
 from zeroaccel.config.schema import Config
 from zeroaccel.config.schema_zero import OffloadOptimizer, OffloadParam
-from zeroaccel.config.section import as_text
 from zeroaccel.config.shard_plan import shard_plan, tier_plan
 
 _HIGHEST_SCALE_POWER = 127
@@ -171,6 +170,14 @@ def _updates_on_the_host(config: Config) -> _Found:
             text=f'"{offload.update_during}" applies to updates on the host, but {where}',
             fix=f'{fix}, or update_during to "step"',
         )
+    residual = config.data_types.master_weights == "residual"
+    if offload.update_during == "backward" and (offload.device == "nvme" or residual):
+        where = 'data_types.master_weights is "residual"' if residual else 'offload_optimizer.device is "nvme"'
+        yield Problem(
+            path,
+            text=f'"backward" updates whole fp32 masters in memory, but {where}',
+            fix='set the key to "auto"',
+        )
 
 
 @_check("zero_optimization.stage", "zero_optimization.offload_optimizer", "data_types.master_weights")
@@ -180,10 +187,10 @@ def _resident_share(config: Config) -> _Found:
     if offload is None:
         return
     path: KeyPath = ("zero_optimization", "offload_optimizer", "device_budget")
-    if offload.ratio < 1.0 and offload.device_budget is not None:
+    if offload.ratio < 1.0 and offload.device_budget:
         yield Problem(
             path,
-            text=f"{as_text(offload.device_budget)}, but ratio {offload.ratio} also says what stays on the device",
+            text=f"{offload.device_budget}, but ratio {offload.ratio} also says what stays on the device",
             fix="remove one of the two keys",
         )
     elif tiers.keeps_share and config.data_types.master_weights == "residual":
@@ -192,14 +199,6 @@ def _resident_share(config: Config) -> _Found:
             text='data_types.master_weights "residual": the host joins weights and residuals, so no share stays on the '
             "device",
             fix='remove the key, or set master_weights to "fp32"',
-        )
-    residual = config.data_types.master_weights == "residual"
-    if offload.update_during == "backward" and (offload.device == "nvme" or residual):
-        where = 'data_types.master_weights is "residual"' if residual else 'offload_optimizer.device is "nvme"'
-        yield Problem(
-            path,
-            text=f'"backward" updates whole fp32 masters in memory, but {where}',
-            fix='set the key to "auto"',
         )
 
 

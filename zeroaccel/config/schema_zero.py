@@ -15,13 +15,14 @@ from pydantic import BeforeValidator
 from zeroaccel.config.section import (
     AUTO,
     AlsoSpelled,
-    BytesOrAuto,
     ConfigSection,
     Count,
     Flag,
     Fraction,
     FreeSection,
     Integer,
+    Nbytes,
+    NbytesOrAuto,
     OpenFraction,
     PathText,
     PositiveCount,
@@ -88,12 +89,12 @@ class OffloadOptimizer(ConfigSection):
     update_during: UpdateDuring = "auto"
     """"step" updates in step(); "forward" in the next forward and "backward" before step(), with the same results;
     "next_step" one step late."""
-    spare_budget: BytesOrAuto = "auto"
+    spare_budget: NbytesOrAuto = "auto"
     """Bytes of host memory per rank for updates in "backward"; "auto" is all that they can use, if it is free."""
     ratio: Fraction = 1.0
     """Share of the parameters that the host updates, 0 to 1; masters and states of the others stay on the device."""
-    device_budget: BytesOrAuto | None = None
-    """Bytes of masters and states that stay on the device, such as "4GB"; "auto" takes its memory free after a step."""
+    device_budget: Nbytes = 0
+    """Bytes of masters and states per rank that stay on the device, such as "4GB"; the host updates the others."""
     super_offload: Flag = False
     """Use a schedule for machines with a fast link between host and device (stage 3)."""
     convert_grad_on_cpu: Flag = True

@@ -193,14 +193,21 @@ def _number(value: object) -> float:
     raise wrong("a finite number")
 
 
-def _nbytes(value: object) -> object:
-    text = lowered(value)
-    if text == AUTO or ((number := as_integer(value)) is not None and number >= 0):
-        return text if text == AUTO else number
-    size = re.fullmatch(r"(\d{1,12}(?:\.\d+)?)\s*([kmgt]?)(i?)b", text.strip()) if isinstance(text, str) else None
-    if size is None:
-        raise wrong('"auto", a number of bytes of at least 0, or a size such as "4GB" or "512MiB"')
-    return int(float(size[1]) * (1024 if size[3] else 1000) ** " kmgt".index(size[2] or " "))
+def _nbytes(value: object) -> int:
+    size = (
+        re.fullmatch(r"(\d{1,12}(?:\.\d+)?)\s*([kmgt]?)(i?)b", value.strip().lower())
+        if isinstance(value, str)
+        else None
+    )
+    if size is not None:
+        return int(float(size[1]) * (1024 if size[3] else 1000) ** " kmgt".index(size[2] or " "))
+    if (number := as_integer(value)) is not None and number >= 0:
+        return number
+    raise wrong('a number of bytes of at least 0, or a size such as "4GB" or "512MiB"')
+
+
+def _nbytes_or_auto(value: object) -> object:
+    return AUTO if lowered(value) == AUTO else _nbytes(value)
 
 
 def _flag(value: object) -> bool:
@@ -308,7 +315,8 @@ NonNegativeNumber = Annotated[float, Field(ge=0), BeforeValidator(_number)]
 PositiveNumber = Annotated[float, Field(gt=0), BeforeValidator(_number)]
 Fraction = Annotated[float, Field(ge=0, le=1), BeforeValidator(_number)]
 OpenFraction = Annotated[float, Field(gt=0, lt=1), BeforeValidator(_number)]
-BytesOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_nbytes)]
+Nbytes = Annotated[int, BeforeValidator(_nbytes)]
+NbytesOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_nbytes_or_auto)]
 Flag = Annotated[bool, BeforeValidator(_flag)]
 Text = Annotated[str, checked(lambda value: isinstance(value, str), "a string")]
 Name = Annotated[str, checked(lambda value: isinstance(value, str) and bool(value.strip()), "a non-empty string")]

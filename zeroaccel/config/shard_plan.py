@@ -45,13 +45,13 @@ class TierPlan:
         param: shards of the parameters.
         optimizer: master weights and optimizer states; "device" if all of them stay there.
         host_share: with the optimizer elsewhere, the share of the parameters that the host updates.
-        device_budget: bytes of masters and states that stay on the device; "auto" for memory that a step leaves free.
+        device_budget: bytes of masters and states that stay on the device.
     """
 
     param: Residence
     optimizer: Residence
     host_share: float = 1.0
-    device_budget: int | Literal["auto"] = 0
+    device_budget: int = 0
 
     @property
     def keeps_share(self) -> bool:
@@ -78,7 +78,7 @@ def tier_plan(config: Config) -> TierPlan:
     offload = zero.offload_optimizer
     if offload is None or offload.device == "none" or not plan.optimizer or offload.ratio == 0:
         return TierPlan(param, "device")
-    return TierPlan(param, _RESIDENCES[offload.device], offload.ratio, offload.device_budget or 0)
+    return TierPlan(param, _RESIDENCES[offload.device], offload.ratio, offload.device_budget)
 
 
 def overlaps_communication(config: Config, *, has_streams: bool) -> bool:

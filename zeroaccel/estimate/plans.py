@@ -222,7 +222,8 @@ def _with_offload(
             device = replace(device, gradients=device.gradients - step.reduced)
             host = replace(host, gradients=itemsize * sum(step.trained))
         if optimizer == "cpu":
-            host = replace(host, optimizer=states)
+            new_weights = 0 if workload.precision == "fp32" else 2 * sum(step.trained)
+            host = replace(host, optimizer=states + (states + new_weights if workload.early_updates else 0))
         else:
             largest = min(max(step.trained, default=0), SUB_GROUP_NUMEL)
             host = replace(host, optimizer=min(states, 4 * OffloadOptimizer().buffer_count * largest))

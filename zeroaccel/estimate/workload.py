@@ -45,6 +45,7 @@ class Workload:
         peer_checkpoints: save states in the memory of the machines (`checkpoint.peer`).
         residual_masters: store masters of bf16 weights as residuals (`data_types.master_weights`).
         moments_dtype: format of the states (`optimizer.params.moments_dtype`).
+        early_updates: spare memory for updates in the backward (`update_during` "backward").
         pp, sp, tp: ranks along these axes of the mesh, see `ParallelConfig`; all other ranks have different samples.
         ep: number of ranks, among those with different samples and those along `sp`, that divide each layer's experts.
         lora_rank: rank of LoRA adapters on all linear layers except the head, with all else frozen; 0 for no adapters.
@@ -70,6 +71,7 @@ class Workload:
     residual_masters: bool = False
     moments_dtype: MomentsName = "fp32"
     peer_checkpoints: bool = False
+    early_updates: bool = False
     pp: int = 1
     sp: int = 1
     tp: int = 1

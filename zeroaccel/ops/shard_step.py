@@ -349,12 +349,13 @@ class ShardOptimizer(NativeOptimizer):
         written: Sequence[Tensor | None],
         grad: Tensor,
         scalars: Sequence[np.generic],
-        parts: SplitMasters | None,
-        olds: Sequence[Tensor | None],
+        parts: SplitMasters | None = None,
+        olds: Sequence[Tensor | None] = (),
     ) -> None:
         kernel = type(self).block_kernel if self._in_blocks(written) else type(self).kernel
         assert kernel is not None, f"{type(self).__name__} has no kernel for moments in blocks"
         numel = grad.numel()
+        olds = olds or [None] * (len(written) - 1)
 
         def bind() -> Callable[[int, int], None]:
             master, *states, out = [None if flat is None else array_of(flat) for flat in written]
@@ -383,7 +384,8 @@ class ShardOptimizer(NativeOptimizer):
 
         *state, out = written
         states = [flat for flat in state if flat is not None]
-        reads = [*states, grad, *(old for old in olds if old is not None)]
+        pairs = zip(state, olds, strict=True)
+        reads = [grad, *(flat if old is None else old for flat, old in pairs if flat is not None)]
         if parts is not None:
             states += [parts.residuals, parts.ties]
             reads += [parts.weights, parts.residuals, parts.ties]

@@ -415,11 +415,11 @@ class OffloadReport:
         wait for and, with `update_during`, the part of the update that the step did not wait for. With "backward",
         "early updates 97 % kept" is the share of the elements that were updated early.
         """
-        (update, waited, overlapped, early, kept), moved = self._counters.take()
+        (update, waited, overlapped, early, used), moved = self._counters.take()
         hidden_part = f" ({max(0.0, overlapped) / steps:.3f} hidden)" if overlapped else ""
         parts = [f"update {update / steps:.3f}{hidden_part}"]
         if early:
-            parts.append(f"early updates {kept / early:.0%} kept")
+            parts.append(f"early updates {used / early:.0%} kept")
         of_states = [seconds for (name, _), (_, seconds) in moved.items() if name.startswith("optimizer")]
         if of_states:
             # Pipelined reads and writes share the wall clock, so their times must not be added.

@@ -1,4 +1,4 @@
-"""Rates of a training run: tokens and model FLOPs per second, and the shares of padding and of waiting for data.
+"""Rates of a training run: tokens and model FLOPs per second, the shares of padding and of waiting for data, memory.
 
 A model's FLOPs are those that its formulas need, without recomputation: per token, 6 for each weight of a matrix
 product that trains and 4 for each that is frozen, of a mixture's experts only the chosen ones; and 12 x layers x heads
@@ -10,6 +10,7 @@ MFU, the model FLOPs utilization, divides them by the device's peak.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +19,8 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+
+from zeroaccel.logs import log_once
 
 PEAK_TFLOPS: Final[Mapping[str, float]] = {
     "B200": 2250.0,
@@ -54,6 +57,15 @@ def peak_tflops(device_name: str) -> float | None:
     """
     words = f" {device_name.replace('-', ' ')} "
     return next((peak for name, peak in PEAK_TFLOPS.items() if f" {name} " in words), None)
+
+
+def known_peak(device_name: str) -> float | None:
+    """Returns `peak_tflops`, and warns if the table does not have the device."""
+    peak = peak_tflops(device_name)
+    if peak is None:
+        text = "peak_tflops: expected a known device, got %s; no MFU without peak_tflops in the config or --peak_tflops"
+        log_once(logging.WARNING, text % device_name)
+    return peak
 
 
 # -- seconds without a batch
@@ -193,6 +205,7 @@ class Rates:
         mfu: `tflops` as a share of the device's peak; None if that is not known.
         data_wait: largest share of the time that a rank waited for batches.
         slowest: "rank 3: 1.62x the mean tokens" for a rank that stands out; "" if none does.
+        memory: peak bytes of the rank with the most, and the bytes of its model states on the device.
     """
 
     tokens_per_second: float | None
@@ -201,6 +214,7 @@ class Rates:
     mfu: float | None
     data_wait: float
     slowest: str
+    memory: tuple[float, float] = (0.0, 0.0)
 
     def text(self) -> str:
         """``5120 tokens/s | 1.25 TFLOPS (MFU 12.5 %) | padding 3.1 % | data 0.4 %``; empty parts are left out."""
@@ -214,6 +228,9 @@ class Rates:
             parts.append(f"padding {100 * self.padding:.1f} %")
         if self.data_wait >= 0.001:
             parts.append(f"data {100 * self.data_wait:.1f} %")
+        if self.memory[0]:
+            peak, states = (nbytes / 2**30 for nbytes in self.memory)
+            parts.append(f"peak {peak:.3g} GiB, model states {states:.3g}")
         if self.slowest:
             parts.append(self.slowest)
         return " | ".join(parts)
@@ -226,6 +243,8 @@ class Rates:
             "Rate/mfu": self.mfu,
             "Rate/padding": self.padding if self.tokens_per_second is not None else None,
             "Rate/data_wait": self.data_wait,
+            "Memory/most_bytes": self.memory[0] or None,
+            "Memory/states_bytes": self.memory[1] or None,
         }
         return {name: value for name, value in values.items() if value is not None}
 
@@ -240,6 +259,7 @@ class Throughput:
         work: FLOPs of a token on this rank.
         peak: TFLOPS of its device, or None.
         gather: returns the values of all ranks that train on different samples or parts of them. (all ranks)
+        memory: returns this rank's peak bytes, and the bytes of its model states on the device.
     """
 
     def __init__(
@@ -247,8 +267,9 @@ class Throughput:
         work: ModelWork,
         peak: float | None,
         gather: Callable[[tuple[float, ...]], Sequence[tuple[float, ...]]],
+        memory: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0),
     ) -> None:
-        self._work, self._peak, self._gather = work, peak, gather
+        self._work, self._peak, self._gather, self._memory = work, peak, gather, memory
         self._since: float | None = None
         self._left: float | None = None  # the time of the engine's last return to the script
         self._forget()
@@ -299,7 +320,7 @@ class Throughput:
         real = self._unmasked + (0 if self._real is None else int(self._real))
         waited = (data_wait.seconds - self._waited) / seconds
         script = max(0.0, self._outside / seconds - waited)
-        ranks = self._gather((float(real), float(self._positions), self._flops, waited, script))
+        ranks = self._gather((float(real), float(self._positions), self._flops, waited, script, *self._memory()))
         self.start()
         tokens, positions, flops = (sum(rank[index] for rank in ranks) for index in range(3))
         tflops = flops / len(ranks) / seconds / 1e12 if flops else None
@@ -310,6 +331,7 @@ class Throughput:
             mfu=tflops / self._peak if tflops is not None and self._peak else None,
             data_wait=max(rank[3] for rank in ranks),
             slowest=slowest_rank(*([rank[index] for rank in ranks] for index in (1, 3, 4))),
+            memory=max((rank[5], rank[6]) for rank in ranks),
         )
 
 

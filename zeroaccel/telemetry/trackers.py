@@ -25,7 +25,7 @@ import torch
 import yaml
 
 from zeroaccel.config import Config
-from zeroaccel.errors import ConfigError, UsageError
+from zeroaccel.errors import ConfigError, UsageError, ZeroAccelError
 from zeroaccel.logs import logger
 
 Event = tuple[str, float, int]
@@ -451,13 +451,13 @@ class Trackers:
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Logs values to every tracker that runs on this rank.
+        """Logs values to every tracker that runs on this rank; one that fails is switched off, and the log names it.
 
         Args:
             log_kwargs: additional arguments of each tracker's `log`, by tracker name.
         """
-        for tracker in self._running:
-            tracker.log(values, step=step, **dict((log_kwargs or {}).get(tracker.name, {})))
+        own = log_kwargs or {}
+        _each(self._running, "log", lambda tracker: tracker.log(values, step=step, **dict(own.get(tracker.name, {}))))
 
     def log_images(
         self,
@@ -535,25 +535,28 @@ class Monitors:
         """Logs events, those of one step together, to each tracker."""
         for step, group in groupby(events, key=lambda event: event[2]):
             values = {name: value for name, value, _ in group}
-            self._each("write", lambda tracker, values=values, step=step: tracker.log(values, step=step))
+            _each(self._trackers, "write", lambda tracker, values=values, step=step: tracker.log(values, step=step))
 
     def flush(self) -> None:
         """Flushes each tracker."""
-        self._each("flush", lambda tracker: tracker.flush())
+        _each(self._trackers, "flush", lambda tracker: tracker.flush())
 
     def close(self) -> None:
         """Finishes each tracker and drops it."""
         atexit.unregister(self.close)
-        self._each("close", lambda tracker: tracker.finish())
+        _each(self._trackers, "close", lambda tracker: tracker.finish())
         self._trackers.clear()
 
-    def _each(self, verb: str, call: Callable[..., None]) -> None:
-        for tracker in tuple(self._trackers):
-            try:
-                call(tracker)
-            except Exception:  # of any kind: training continues, and the log names the lost tracker
-                self._trackers.remove(tracker)
-                logger.exception("%s failed to %s and is switched off for this run", type(tracker).__name__, verb)
+
+def _each(trackers: list[GeneralTracker], verb: str, call: Callable[..., None]) -> None:
+    for tracker in tuple(trackers):
+        try:
+            call(tracker)
+        except (TypeError, ZeroAccelError):
+            raise  # a mistake in the call, not of the service
+        except Exception:  # of any kind: training continues, and the log names the lost tracker
+            trackers.remove(tracker)
+            logger.exception("%s failed to %s and is switched off for this run", type(tracker).__name__, verb)
 
 
 def build_monitors(config: Config, rank: int, facts: Mapping[str, object] | None = None) -> Monitors:

@@ -5,7 +5,7 @@ place, into spare memory, with the factor of a step that neither clips nor overf
 every call sees them. `step()` knows the real factor. If it is the same, and gradient, masters, states and
 hyperparameters are those that the thread read, then spare and old memory exchange their roles: the bits are those of
 an update in `step()`, by the same kernel. Otherwise the result is dropped, and `weight_update.py` updates the old
-masters as usual. Nothing here communicates, so each rank decides for itself.
+masters as usual. Nothing here communicates: `keys` and `missed` are equal on all ranks, the kept buffers may differ.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -44,14 +44,15 @@ class _Spare:
         states: for each piece, its new state after an update.
         sources: for each piece, its part of `masters`, and the tensors from which the update reads, as in
             `ShardOptimizer.step_shard`.
+        is_exchanged: True after `exchange`.
     """
 
     def __init__(self, buffer: FlatBuffer, optimizer: ShardOptimizer) -> None:
-        assert isinstance(buffer.masters, SeparateMasters), "masters in a tier have no spare memory"
-        self.storage = buffer.masters
-        self.masters = buffer.masters.spare()
+        self.storage = cast(SeparateMasters, buffer.masters)  # `TierSet.spares` has no buffer with others
+        self.masters = self.storage.spare()
         self.states: list[dict[str, Any]] = [{} for _ in buffer.masters.pieces]
         self.sources: list[tuple[Tensor, dict[int, Tensor]]] = []
+        self.is_exchanged = False
         self._optimizer = optimizer
         self._seen: list[tuple[object, object]] = []
 
@@ -60,7 +61,7 @@ class _Spare:
         self._seen = self._facts(gradient)
         memory = self._optimizer.host_memory or (lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype))
         spare = FlatTensor(self.storage.range, self.masters)
-        self.sources.clear()
+        self.sources, self.is_exchanged = [], False
         for index, piece in enumerate(self.storage.pieces):
             param, before, new = spare[piece.range].view(piece.shape), self.states[index], {}
             sources = {id(param): piece.param.detach()}
@@ -90,7 +91,7 @@ class _Spare:
 
     def exchange(self) -> None:
         """Makes the new masters and states the current ones."""
-        self.sources.clear()
+        self.is_exchanged = True
         self.masters = self.storage.exchange(self.masters)
         for index, piece in enumerate(self.storage.pieces):
             if new := self.states[index]:
@@ -113,18 +114,25 @@ class EarlyUpdate:
     known, 4. `install` of the buffers that it returned. `drop` at any time.
 
     Args:
-        keys: keys of the buffers that may have spare memory.
+        keys: keys of the buffers that may have spare memory, equal on all ranks.
+
+    Attributes:
+        keys: as passed in; empty while too many of the last steps have missed.
+        missed: True if the last step had another factor than its early updates.
     """
 
     def __init__(self, optimizer: ShardedOptimizer, keys: Collection[str], device: torch.device) -> None:
         assert isinstance(optimizer.optimizer, ShardOptimizer), "only native elementwise optimizers update out of place"
         self._owner, self._optimizer = optimizer, optimizer.optimizer
-        self._keys = keys
+        self.keys, self.missed = keys, False
+        self._planned = keys
         self._spares: dict[int, _Spare] = {}
         self._thread = UpdateThread(optimizer, self._advance, device)
         self._twin = optimizer.optimizer
         self._factor, self._groups = 1.0, hyperparameters(())
-        self._dropped: deque[bool] = deque(maxlen=WINDOW)
+        self._misses: deque[bool] = deque(maxlen=WINDOW)
+        self._drops: deque[bool] = deque(maxlen=WINDOW)
+        self._is_off = False  # on this rank
 
     def begin(self, factor: float, buffers: Sequence[FlatBuffer]) -> Callable[[GradientBuffer], None] | None:
         """Prepares for the last backward of a step; returns `add`, or None if early updates are off.
@@ -134,31 +142,35 @@ class EarlyUpdate:
             buffers: the buffers in the order of their gradients.
         """
         self.drop()
-        if not self._keys:
+        self._factor = factor
+        misses, paused = sum(self._misses), not self.keys
+        self.keys = () if misses > MOST_DROPPED and len(self._misses) == WINDOW else self._planned
+        if self._planned and paused is bool(self.keys):
+            change = "continue" if paused else "pause, and the next forward updates,"
+            reason = f"since {misses} of the last {WINDOW} steps clipped or overflowed"
+            log_once(logging.INFO if paused else logging.WARNING, f'{_KEY}: updates in "backward" {change} {reason}')
+        if self._is_off or not self.keys:
             self._spares.clear()
             self._owner.spare_nbytes = 0
             return None
         # States of its own: no call sees them. The rest is the optimizer's, whatever the program has replaced there.
         self._twin = object.__new__(type(self._optimizer))
         vars(self._twin).update(vars(self._optimizer), state=defaultdict(dict), _new_states=set())
-        self._factor, self._groups = factor, hyperparameters(self._optimizer.param_groups)
+        self._groups = hyperparameters(self._optimizer.param_groups)
         self._thread.begin(buffers, factor)
         return self.add
 
     def add(self, gradient: GradientBuffer) -> None:
         """Starts the update of a buffer, if it has spare memory."""
         buffer = gradient.buffer
-        if buffer.key not in self._keys or self._thread.has(buffer):
+        if self._is_off or buffer.key not in self.keys or gradient.stays or self._thread.has(buffer):
             return
         try:
             if id(buffer) not in self._spares:
                 self._spares[id(buffer)] = _Spare(buffer, self._optimizer)
             self._spares[id(buffer)].fill(gradient)
         except (MemoryError, RuntimeError) as error:  # on this rank alone, in the middle of a backward
-            logger.warning(
-                '%s "backward" is off from now on: no spare memory (%s); set spare_budget to fewer bytes', _KEY, error
-            )
-            self._keys = ()
+            self._end(f"no spare memory ({error}); set spare_budget to fewer bytes")
             return
         self._owner.early_numel += buffer.own.numel
         self._thread.add(gradient)
@@ -180,26 +192,31 @@ class EarlyUpdate:
                 group, part = groups[piece.group], grad[piece.range]
                 self._twin.step_shard(group, param, part, grad_scale=grad_scale, out=own, sources=sources)
 
-    def judge(self, factor: float | Tensor, gradients: Sequence[GradientBuffer]) -> set[int]:
-        """Returns the ids of the buffers whose early updates are those of this step, and drops the others."""
+    def judge(self, factor: float | Tensor | None, gradients: Sequence[GradientBuffer]) -> set[int]:
+        """Returns the ids of the buffers whose early updates are those of this step, and drops the others.
+
+        Args:
+            factor: factor of the gradients; None if the step is skipped.
+        """
+        self.missed = isinstance(factor, Tensor) or factor != self._factor
+        self._misses.append(self.missed)
         begun = [gradient for gradient in gradients if self._thread.has(gradient.buffer)]
         if not begun:
             return set()
         now, used = hyperparameters(self._optimizer.param_groups), self._optimizer.defaults
         same = [all(old[name] == new[name] for name in used) for old, new in zip(self._groups, now, strict=True)]
-        kept = {
+        valid = {
             id(gradient.buffer)
             for gradient in begun
-            if not isinstance(factor, Tensor)
-            and factor == self._factor
+            if not self.missed
             and all(same[piece.group] for piece in gradient.buffer.masters.pieces)
             and self._spares[id(gradient.buffer)].is_current(gradient)
         }
-        self._owner.kept_numel += sum(g.buffer.own.numel for g in begun if id(g.buffer) in kept)
         self._owner.spare_nbytes = sum(spare.nbytes for spare in self._spares.values())
-        self._thread.drop(keep=kept)
-        self._count(dropped=len(kept) < len(begun))
-        return kept
+        self._thread.drop(keep=valid)
+        if not self.missed:
+            self._count(dropped=len(valid) < len(begun))
+        return valid
 
     def install(self, buffer: FlatBuffer) -> bool:
         """Makes the early update of a buffer the current values and weights; False if it failed, and changed nothing.
@@ -211,11 +228,12 @@ class EarlyUpdate:
         try:
             self._thread.install(buffer, spare.exchange)
         except OffloadError as error:
-            if not spare.sources:  # the exchange is done: a tier failed
+            if spare.is_exchanged:  # a tier failed
                 raise
             log_once(logging.WARNING, f'{_KEY} "backward": {error}; step() updates from the old values')
             self._count(dropped=True)
             return False
+        self._owner.kept_numel += buffer.own.numel
         return True
 
     def drop(self) -> None:
@@ -230,13 +248,14 @@ class EarlyUpdate:
         self._spares.clear()
 
     def _count(self, *, dropped: bool) -> None:
-        self._dropped.append(dropped)
-        if self._keys and len(self._dropped) == WINDOW and sum(self._dropped) > MOST_DROPPED:
-            self._keys = ()
-            logger.warning(
-                '%s "backward" is off from now on: %d of the last %d early updates were dropped, because the step'
-                " clipped or overflowed, or the program changed values; with a larger gradient_clipping fewer are",
-                _KEY,
-                sum(self._dropped),
-                WINDOW,
+        self._drops.append(dropped)
+        if sum(self._drops) > MOST_DROPPED and len(self._drops) == WINDOW:
+            self._end(
+                f"{sum(self._drops)} of the last {WINDOW} were dropped, because the program changed rates or values"
+                " between backward and step(); change them before the backward"
             )
+
+    def _end(self, reason: str) -> None:
+        if not self._is_off:
+            logger.warning('%s: updates in "backward" end here: %s', _KEY, reason)
+        self._is_off = True

@@ -361,9 +361,9 @@ class GradReducer:
                     self._examine(gradients.shard)
             joined = self._copies.to_host(join(self._largest), DONE)
         self._land_copies()
-        self._on_final = None
         if joined is not None:
-            self.facts = joined.landed()
+            self.facts = joined.landed() if self._on_final is None else joined.wait()
+        self._on_final = None
 
     def changed(self) -> None:
         """Discards `facts` after a program has changed reduced gradients, and counts the change."""

@@ -32,16 +32,17 @@ def plain_name(name: str) -> str:
     return name if _SEGMENTS.isdisjoint(parts) else ".".join(part for part in parts if part not in _SEGMENTS)
 
 
-def plain_names(model: nn.Module, *, adapters: bool = False) -> Callable[[str], str]:
+def plain_names(model: nn.Module | None, *, adapters: bool = False) -> Callable[[str], str]:
     """Returns a function from the names of a model's modules and tensors to those without any wrapper.
 
     Args:
+        model: None for names of no known model, of which only plain wrappers are left out.
         adapters: leave out PEFT's wrappers too, so that the base's tensors have their names in the base model.
     """
     # Outer wrappers last, so that the prefix of an inner one is still in the name.
     wrapped = [
         (f"{name}.{child}" if name else child, child)
-        for name, module in model.named_modules()
+        for name, module in (model.named_modules() if model is not None else ())
         if (child := _child(module, adapters))
     ][::-1]
 

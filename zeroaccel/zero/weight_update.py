@@ -127,18 +127,21 @@ class WeightUpdate:
         Raises:
             OffloadError: a tier failed; on every rank. Masters and weights are a mixture of old and new.
         """
-        optimizer, gradients = self._optimizer, self._reducer.gradients
+        optimizer, gradients, early = self._optimizer, self._reducer.gradients, self._early
+        valid = early.judge(grad_scale, gradients) if early is not None else set()
         if grad_scale is None or self._awaits:
             self.finish()
         if grad_scale is None:
-            return  # the engine drops early updates with the gradients
+            return
         if self._during == "next_step":
             assert isinstance(grad_scale, float), "updates on a thread take a number"
             self._start_late(grad_scale)
             optimizer.count_step()
             return
-        early = self._early.judge(grad_scale, gradients) if self._early is not None else set()
-        later = [unit for unit in self._units_for_later() if not any(id(b) in early for b in _trained(unit))]
+        # Equal on all ranks, unlike what each has kept, because the gathers of such units are others.
+        later = self._units_for_later()
+        if early is not None and not early.missed:
+            later = [unit for unit in later if not any(buffer.key in early.keys for buffer in _trained(unit))]
         waiting = {id(buffer) for unit in later for buffer in _trained(unit)}
         gradients = [gradient for gradient in gradients if id(gradient.buffer) not in waiting]
         gradients.sort(key=lambda gradient: not gradient.stays)  # the device updates while the host does
@@ -154,7 +157,7 @@ class WeightUpdate:
                 with new.weights_of(buffer):
                     if new.failure is not None or is_updated:
                         continue
-                    if self._early is None or id(buffer) not in early or not self._early.install(buffer):
+                    if early is None or id(buffer) not in valid or not early.install(buffer):
                         # The kernel that updates masters also writes the rounded copies, with the masters in cache.
                         with optimizer.timed(), optimizer.writer.new_weights(buffer) as out:
                             groups, then = optimizer.optimizer.param_groups, following.get(id(buffer))

@@ -109,11 +109,27 @@ def resumed(accelerator: Any, loader: Any, folder: str, epoch: int, skip: int) -
     return [list(epoch_of(first if number == epoch else loader)) for number in range(epoch, EPOCHS)]
 
 
+def resumed_by_trainer(accelerator: Any, loader: Any, epoch: int, skip: int, length: int) -> list[Any]:
+    """Resumes like Trainer, which sets the number of the epoch and skips, and loads no state of the loader.
+
+    It counts the steps of a stream without a length as those of one epoch.
+    """
+    if "Stream" in str(loader.dataset):
+        epoch, skip = 0, epoch * length + skip
+    orders = []
+    for number in range(epoch, EPOCHS):
+        own = accelerator.skip_first_batches(loader, skip) if skip and number == epoch else loader
+        own.set_epoch(number)
+        orders.append(list(epoch_of(own)))
+    return orders
+
+
 def compare(accelerator: Any, folder: str) -> None:
     for name, kinds, options in (
         ("sharded", ("shuffled", "own sampler", "workers", "stream", "stream of a generator"), {}),
         ("seedable", ("shuffled",), {"use_seedable_sampler": True}),
         ("dispatched", ("shuffled",), {"dispatch_batches": True}),
+        ("not dispatched", ("stream", "stream of a generator"), {"dispatch_batches": False}),
     ):
         accelerator.dataloader_config = DataLoaderConfiguration(**options)
         for kind in kinds:
@@ -127,6 +143,13 @@ def compare(accelerator: Any, folder: str) -> None:
                 again = resumed(accelerator, prepared(accelerator, kind, 9), f"{place}/{epoch}_{batch}", first, skip)
                 equal = again == [orders[first][skip:], *orders[first + 1 :]]
                 print(json.dumps([f"{name} {kind} {epoch} {batch}", equal]), flush=True)
+                # Without a generator or a seed, orders come from the process's generators, whose states Trainer loads.
+                shared = accelerator.num_processes > 1 and kind != "own sampler" and name != "dispatched"
+                if shared or "stream" in kind or name == "seedable":
+                    again = resumed_by_trainer(accelerator, prepared(accelerator, kind, 0), first, skip, length)
+                    expected = [orders[first][skip:], *orders[first + 1 :]]
+                    equal = again[: len(expected)] == expected
+                    print(json.dumps([f"{name} {kind} {epoch} {batch} by Trainer", equal]), flush=True)
 
 
 folder, *rest = sys.argv[1:]

@@ -61,6 +61,8 @@ def test_saves_have_the_names_of_the_source(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "zeroaccel.cli", "launch", *flags, tmp_path / "script.py", tmp_path]
     result = run_command(command, timeout=120.0)
     assert result.returncode == 0, result.stderr
-    (line,) = [each for each in result.stderr.splitlines() if "names are not in the source" in each]
-    assert f"{tmp_path / 'renamed'}: 2 names" in line
-    assert "model.layers.0.mlp.experts.down_proj; model.layers.0.mlp.experts.gate_up_proj" in line.replace(", m", "; m")
+    (line,) = [each for each in result.stderr.splitlines() if "differs from its source" in each]
+    assert f"{tmp_path / 'renamed'} differs from its source {tmp_path / 'source'}" in line
+    names = "model.layers.0.mlp.experts.down_proj; model.layers.0.mlp.experts.gate_up_proj"
+    assert f"2 names that the files do not have: {names}" in line
+    assert "6 names that the checkpoint does not have: model.layers.0.mlp.experts.0.down_proj.weight; " in line

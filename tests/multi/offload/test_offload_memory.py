@@ -25,6 +25,7 @@ def _states(settings: dict[str, Any]) -> tuple[int, States, States]:
     engine, *_ = zeroaccel.initialize(Trained(), config=settings)
     for batch in batches(engine.collectives.rank, 2):
         train_step(engine, engine(batch))
+    engine.finish_update()  # a thread may still have a part of the states in memory
     found = sum(unit.numel for unit in engine.units), engine.model_state_nbytes(), engine.tier_nbytes()
     engine.destroy()
     return found

@@ -139,3 +139,51 @@ def test_a_budget_bounds_the_bytes_on_the_device(ranks: Ranks, tmp_path: Path) -
         settings = _settings(tmp_path, 3, {"bf16": {"enabled": True}}, "nvme", device_budget=budget)
         for resident, total, in_files in ranks(2).run(_counted, settings):
             assert (resident, total, in_files) == (nbytes, nbytes, root + 3 * block - nbytes)
+
+
+# -- checkpoints
+
+
+def _continued(saving: dict[str, Any], loading: dict[str, Any], root: Path) -> tuple[list[str], list[str], list[str]]:
+    engine, run = _make(saving), Run()
+    _advance(engine, run, 2)
+    engine.save_checkpoint(root, tag="two")
+    first = _resident(engine)
+    _advance(engine, run, 2, 2)
+    _with_states(engine, run, STATES["AdamW"])
+    other, again = _make(loading), Run(losses=run.losses[:2], norms=run.norms[:2])
+    other.load_checkpoint(root, tag="two")
+    other.offload_states()
+    other.reload_states()
+    _advance(other, again, 2, 2)
+    resident = _resident(other)
+    return differences(run, _with_states(other, again, STATES["AdamW"])), first, resident
+
+
+_SHARES_OF_CHECKPOINTS = [
+    (2, "cpu", {"ratio": 0.25}, {}, [True, False]),
+    (2, "nvme", {}, {"ratio": 0.5}, [False, True]),
+    (1, "cpu", {"ratio": 0}, {"device_budget": "40kB"}, [False, True]),
+    (2, "cpu", {"device_budget": "1GB"}, {"ratio": 0.5, "update_during": "step"}, [True, True]),
+]
+_MARKED_CHECKPOINTS = [
+    pytest.param(*each, marks=[pytest.mark.slow] if index > 1 else [])
+    for index, each in enumerate(_SHARES_OF_CHECKPOINTS)
+]
+
+
+@pytest.mark.parametrize(("world", "states", "saving", "loading", "stays"), _MARKED_CHECKPOINTS)
+def test_a_checkpoint_continues_with_another_share(
+    ranks: Ranks,
+    tmp_path: Path,
+    world: int,
+    states: str,
+    saving: dict[str, Any],
+    loading: dict[str, Any],
+    stays: list[bool],
+) -> None:
+    bf16 = {"bf16": {"enabled": True}}
+    settings = [_settings(tmp_path, 3, bf16, states, **keys) for keys in (saving, loading)]
+    for told, *resident in ranks(world).run(_continued, *settings, tmp_path / "saved", timeout=60):
+        assert told == []
+        assert [bool(keys) for keys in resident] == stays

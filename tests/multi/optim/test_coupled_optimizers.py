@@ -171,6 +171,14 @@ def test_states_in_files_are_refused(ranks: Ranks, tmp_path: Path) -> None:
         assert "EstimatesStepSize" in said
 
 
+@pytest.mark.parametrize(("key", "value"), [("ratio", 0.5), ("device_budget", "1MB")])
+def test_a_share_on_the_device_is_refused(ranks: Ranks, tmp_path: Path, key: str, value: object) -> None:
+    settings = _settings(2, "bf16", **offloaded(tmp_path, "cpu", **{key: value}))
+    for said in ranks(2).run(_refused, "EstimatesStepSize", settings):
+        assert f"zero_optimization.offload_optimizer.{key}: optimizer" in said
+        assert "expected all masters in one memory" in said
+
+
 def _evaluated(stage: int, precision: str, changes: dict[str, Any]) -> tuple[list[float], list[float]]:
     """Returns (losses of training, losses of evaluation), alternating `train()` and `eval()`."""
     torch.manual_seed(7)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import zeroaccel
 from tests.support.pool import Ranks
 from tests.support.training import config, recording, train_step
+from zeroaccel.engine import _states_nbytes
 from zeroaccel.logs import logger
 from zeroaccel.telemetry import throughput
 
@@ -86,6 +87,7 @@ def test_step_lines_count_the_tokens_of_all_ranks(ranks: Ranks) -> None:
     for line in first:
         assert " tokens/s | " in line
         assert "(MFU " in line
+        assert " GiB, model states " in line
         assert "padding 33.3 % | " in line  # of 8 + 16 positions, 2 + 6 are hidden
         assert line.endswith("slowest rank 1: 1.33x the mean tokens")
     assert len(first) == 2
@@ -135,3 +137,21 @@ def test_a_steady_run_has_no_spike_and_watching_changes_no_norm(ranks: Ranks) ->
     plain = ranks(2).run(_spiked, {"steps_per_print": None}, spike=False)
     assert [texts for texts, _ in watched] == [[], []]
     assert [norms for _, norms in watched] == [norms for _, norms in plain]
+
+
+def _states_of_a_parameter(stage: int) -> float:
+    """Returns the bytes of model states of a parameter in bf16, trained by AdamW."""
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    changes = {"bf16": {"enabled": True}, "zero_optimization": zero}
+    model = nn.Linear(64, 64, bias=False)
+    engine, *_ = zeroaccel.initialize(model, config={**config(stage), **changes})
+    train_step(engine, engine(torch.ones(2, 64, dtype=torch.bfloat16)).float().square().mean())
+    nbytes = _states_nbytes(engine, torch.device("cpu"))
+    engine.destroy()
+    return nbytes / model.weight.numel()
+
+
+def test_model_states_are_those_of_the_stage(ranks: Ranks) -> None:
+    # Weights and gradients of 2 bytes each, a master and two moments of 4.
+    for stage, expected in ((0, 2 + 2 + 12), (1, 2 + 2 + 6), (2, 2 + 1 + 6), (3, 1 + 1 + 6)):
+        assert ranks(2).run(_states_of_a_parameter, stage) == [expected] * 2

@@ -15,6 +15,7 @@ import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.support.log_lines import log_lines
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.telemetry.trackers import GeneralTracker, JsonlTracker, Trackers, register_tracker_class
 
@@ -86,6 +87,27 @@ def test_a_tracker_of_ones_own_gets_its_keywords_and_its_end() -> None:
     trackers.finish()
     trackers.finish()
     assert notes.calls == [({"loss": 1.0}, 2, {"commit": True}), "finish"]
+
+
+class Failing(Notes):
+    name = "failing"
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        raise ConnectionError("the service is away") if step == 1 else TypeError("commit")
+
+
+def test_a_tracker_that_fails_in_a_run_is_switched_off_and_the_others_go_on() -> None:
+    failing, notes = Failing(), Notes()
+    trackers = Trackers([failing, notes], None, is_main_process=True)
+    trackers.init("run")
+    with pytest.raises(TypeError, match="commit"):  # a mistake in the call
+        trackers.log({"loss": 3.0}, step=0)
+    with log_lines() as lines:
+        for step in (1, 2):
+            trackers.log({"loss": 2.0}, step=step)
+    assert lines == ["Failing failed to log and is switched off for this run"]
+    assert [call[1] for call in notes.calls] == [1, 2]
+    trackers.finish()
 
 
 class Registered(Notes):

@@ -66,7 +66,7 @@ def test_contradictions(text: str, said: str) -> None:
     assert message(ConfigError, load_config, json.loads(text)) == said
 
 
-@pytest.mark.parametrize(("key", "value"), [("ratio", 0.5), ("device_budget", "auto")])
+@pytest.mark.parametrize(("key", "value"), [("ratio", 0.5), ("device_budget", 1)])
 def test_residual_masters_leave_no_share_on_the_device(key: str, value: object) -> None:
     precision = {"bf16": {"enabled": True}, "data_types": {"master_weights": "residual"}}
     tree = {**precision, **_zero(stage=2, offload_optimizer={"device": "cpu", key: value})}
@@ -89,7 +89,7 @@ def test_residual_masters_leave_no_share_on_the_device(key: str, value: object) 
         _zero(offload_optimizer={"device": "nvme"}, stage=0),
         _zero(stage=2, offload_optimizer={"device": "cpu", "ratio": 0.5}),
         _zero(stage=2, offload_optimizer={"device": "cpu", "ratio": 0}),
-        _zero(stage=2, offload_optimizer={"device": "cpu", "ratio": 1, "device_budget": "auto"}),
+        _zero(stage=2, offload_optimizer={"device": "cpu", "ratio": 1, "device_budget": "1.5 GiB"}),
         _zero(stage=2, offload_optimizer={"device": "nvme", "nvme_path": "/x", "ratio": 0.5}),
     ],
 )
@@ -137,10 +137,10 @@ def test_one_mistake_is_reported_once() -> None:
         *(
             (
                 _zero(offload_optimizer={"device_budget": wrong}),
-                'zero_optimization.offload_optimizer.device_budget: expected "auto", a number of bytes of at least 0, '
-                f'or a size such as "4GB" or "512MiB", got {wrong!r}',
+                "zero_optimization.offload_optimizer.device_budget: expected a number of bytes of at least 0, or "
+                f'a size such as "4GB" or "512MiB", got {wrong!r}',
             )
-            for wrong in (-1, "4 pounds", True, "GB", 1.5, "-4GB")
+            for wrong in (-1, "4 pounds", True, "GB", 1.5, "-4GB", None)
         ),
         (
             {"zero_optimization": {"zenflow": {"topk_ratio": 1}}},

@@ -65,6 +65,16 @@ def test_masters_as_residuals_take_2_bytes_and_a_bit() -> None:
         Workload(precision="fp16", residual_masters=True)
 
 
+@pytest.mark.parametrize(("precision", "nbytes"), [("bf16", 14), ("fp32", 12)])
+def test_updates_in_the_backward_take_spare_memory_on_the_host(precision: Any, nbytes: int) -> None:
+    plans = ((2, "none", "none"), (2, "cpu", "none"))
+    work = Workload(ranks=2, sequence=8, precision=precision)
+    (one, before) = estimate(_Blocks, work, plans)  # type: ignore[arg-type]
+    (other, after) = estimate(_Blocks, replace(work, early_updates=True), plans)  # type: ignore[arg-type]
+    assert one == other
+    assert after.host.optimizer - before.host.optimizer == before.host.optimizer / 12 * nbytes
+
+
 @pytest.mark.parametrize(("moments", "optimizer", "nbytes"), [("bf16", "adam", 4), ("int8", "adam", 2 + 2 / 32)])
 def test_moments_in_fewer_bits_take_fewer_bytes(moments: Any, optimizer: Any, nbytes: float) -> None:
     plans = ((2, "none", "none"), (2, "cpu", "none"), (3, "nvme", "none"))

@@ -40,7 +40,7 @@ _FOREIGN = {
     "set_modules_to_forward_prefetch summon_full_params",
     "DeepSpeed": "DeepSpeedZeRoOffload PartitionedParameterCoordinator scaled_global_norm swap_tensor/",
     "other libraries": "hparams.yml load_model MALLOC_MMAP_THRESHOLD_",
-    "a checkpoint": "manifest.json master/ value/ state/",
+    "a checkpoint or a saved model": "manifest.json master/ value/ state/ requantized.json",
     "a saved state": "run_state.json run_state_rank00000.safetensors pytorch_model/ pytorch_model_1/ _1",
 }
 FOREIGN = frozenset(name for names in _FOREIGN.values() for name in names.split())

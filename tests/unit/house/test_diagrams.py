@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.environment import ROOT
 from tests.support.scripts import load_script
+from zeroaccel.cli.pages import estimate_page, frame
 from zeroaccel.estimate import subject
 from zeroaccel.estimate.simulate import simulate
 
@@ -33,6 +34,9 @@ def test_pictures_and_pages_of_recorded_runs_are_up_to_date() -> None:
     stale = [name for name, draw in made.PICTURES.items() if draw() != (made.FOLDER / f"{name}.svg").read_text()]
     stale += [name for name, make in made.PAGES.items() if make() != (made.SHOWN / f"{name}.html").read_text()]
     assert stale == [], "run python docs/site/pictures.py"
+    estimate = (made.SHOWN / "estimate.html").read_text()
+    assert frame._STYLE in estimate, "run python docs/site/record.py estimate"
+    assert estimate_page._SCRIPT in estimate, "run python docs/site/record.py estimate"
     for name in ("demo", "trace"):
         recording = made.recorded(name)
         assert re.fullmatch(r"20\d\d-\d\d-\d\d", recording["date"])

@@ -95,6 +95,34 @@ def test_each_cell_of_the_comparison_has_its_test_or_source() -> None:
     assert re.search(r"read on \d{4}-\d\d-\d\d", page)
 
 
+_CLAIM = re.compile(
+    r"bit-identical|\b(?:same|equal) (?:bits|losses)|(?:losses|bits) of (?:one process|DDP)|DDP's losses"
+    r"|without (?:DeepSpeed|a compiler|executing)|(?:run|accelerate) unchanged|not change the results",
+    re.IGNORECASE,
+)
+_ITS_OWN = ("claims", "comparison", "design")  # the tables of claims themselves, and the decisions
+
+
+def test_each_claim_of_a_page_has_its_test_or_results() -> None:
+    prose = load_script(".ci/prose.py")
+    table = (ROOT / "docs" / "claims.md").read_text()
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines() if line[:3] == "| ["]
+    held = {(re.sub(r"\[(.*?)\].*", r"\1", page), words): by for page, words, by in rows}
+    found = []
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for sentence in prose.sentences(path.read_text()):
+            if _CLAIM.search(sentence) and not sentence.endswith("?") and path.stem not in _ITS_OWN:
+                found.append((path.stem, sentence))
+    unheld = [claim for claim in found if not any(page == claim[0] and words in claim[1] for page, words in held)]
+    assert unheld == [], "add the claim with its test to docs/claims.md"
+    assert [row for row in held if not any(row[0] == page and row[1] in said for page, said in found)] == [], "no page"
+    for by in held.values():  # `absent` checks that these exist
+        assert re.fullmatch(
+            r"(`(tests/[\w/]+\.py:test_\w+|(benchmarks|tests/interop/results)/[\w/]+\.\w+)`(, )?)+", by
+        ), by
+    assert len(held) > 30
+
+
 def test_quoted_code_is_as_in_the_tree() -> None:
     quoted = load_script("docs/site/quoted_code.py")
     pages = [document for document in documents() if "<!-- code: " in document.text]

@@ -247,7 +247,7 @@ def test_the_torch_path_gives_the_bits_of_the_kernel(
     monkeypatch.setattr(shard_step, "_TILE_NUMEL", 320)
     monkeypatch.setattr(shard_step, "_ROUNDED_TILE_NUMEL", 320)
 
-    def in_tiles(self: ShardOptimizer, written: Any, grad: Tensor, scalars: Any, parts: None) -> None:
+    def in_tiles(self: ShardOptimizer, written: Any, grad: Tensor, scalars: Any, *others: Any) -> None:
         self._update_in_tiles(written, grad, scalars, None)
 
     monkeypatch.setattr(ShardOptimizer, "_update_on_cpu", in_tiles)

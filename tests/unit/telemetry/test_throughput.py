@@ -10,12 +10,14 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, PreTrainedModel
 
+from tests.support.log_lines import log_lines
 from tests.support.mixtures import small_mixture
 from zeroaccel.telemetry.throughput import (
     DataWait,
     ModelWork,
     Rates,
     Throughput,
+    known_peak,
     peak_tflops,
     slowest_rank,
     work_of,
@@ -88,9 +90,9 @@ def _rates(throughput: Throughput) -> Rates:
 
 def test_rates_are_those_of_all_ranks() -> None:
     def gather(own: tuple[float, ...]) -> list[tuple[float, ...]]:
-        return [own, (10.0, 100.0, 4e12, 0.5, 0.0)]
+        return [own, (10.0, 100.0, 4e12, 0.5, 0.0, 3.0 * 2**30, 2.0**30)]
 
-    throughput = Throughput(ModelWork(1e12), 2.0, gather)
+    throughput = Throughput(ModelWork(1e12), 2.0, gather, lambda: (2.0 * 2**30, 2.0 * 2**30))
     assert throughput.take() is None
     ids = torch.zeros(2, 5, dtype=torch.int64)
     mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
@@ -103,6 +105,8 @@ def test_rates_are_those_of_all_ranks() -> None:
     assert rates.tokens_per_second is not None
     assert rates.tflops / rates.tokens_per_second == pytest.approx((20 + 4) / 2 / 28)
     assert rates.slowest == "slowest rank 1: waits 50 % of the time for data, the others 0 %"
+    assert "peak 3 GiB, model states 1" in rates.text()
+    assert rates.events()["Memory/most_bytes"] == 3 * rates.events()["Memory/states_bytes"]
 
 
 def test_inputs_that_are_no_tokens_give_no_rate_of_tokens() -> None:
@@ -155,6 +159,14 @@ def test_peak_of_a_device(name: str, peak: float | None) -> None:
     assert peak_tflops(name) == peak
 
 
+def test_a_device_of_unknown_peak_is_named() -> None:
+    with log_lines() as lines:
+        assert known_peak("NVIDIA H200") == 989.0
+        assert known_peak("Accelerator 9") is None
+    (line,) = lines
+    assert "got Accelerator 9; no MFU without peak_tflops" in line
+
+
 def test_one_rank_is_never_the_slowest() -> None:
     assert slowest_rank([100.0], [0.9], [0.0]) == ""
 
@@ -162,7 +174,7 @@ def test_one_rank_is_never_the_slowest() -> None:
 def test_a_rank_whose_script_takes_the_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    throughput = Throughput(ModelWork(1.0), None, lambda own: [(0.0, 0.0, 0.0, 0.0, 0.1), own])
+    throughput = Throughput(ModelWork(1.0), None, lambda own: [(0.0, 0.0, 0.0, 0.0, 0.1, 0.0, 0.0), own])
     throughput.start()
     for between, inside in ((2.0, 1.0), (4.0, 3.0)):
         throughput.enter()

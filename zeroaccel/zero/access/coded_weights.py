@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -173,6 +173,25 @@ class _Held(Node):
     def fill(self, box: Box, out: Tensor) -> None:
         values = _SOURCE.codes[self.part].view(self.dtype).view(self.shape)
         out.copy_(values[tuple(slice(*ends) for ends in box)])
+
+
+class Decoded(Node):
+    """The values of a weight whose codes are gathered for each read.
+
+    Args:
+        ask: returns the weight's codes.
+    """
+
+    def __init__(self, weight: CodedWeight, ask: Callable[[], Tensor]) -> None:
+        super().__init__(tuple(weight.shape), weight.dtype)
+        self._weight, self._ask = weight, ask
+
+    def fill(self, box: Box, out: Tensor) -> None:
+        _SOURCE.codes = self._ask()
+        try:
+            self._weight.decoder.fill(box, out)
+        finally:
+            del _SOURCE.codes
 
 
 def as_codes(name: str, value: Tensor, dtype: torch.dtype, device: torch.device) -> tuple[nn.Parameter, Tensor] | None:

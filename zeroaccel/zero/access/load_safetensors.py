@@ -152,17 +152,21 @@ def load_safetensors(
             shards.shard(module)
     # Each rank reads only its own ranges. A file may be damaged or unreadable on one node, so the ranks agree.
     with agreed(collectives, "load_safetensors: read"), torch.no_grad(), closing(folder):
-        # An initializer may have removed parameters.
-        parameters = {m: own for m, own in plan.parameters.items() if all(m._parameters[n] is not None for n in own)}
-        for module, names in parameters.items():
-            make_room(module, names, shards)
-        for module, names in parameters.items():
-            load_module(module, {own: folder[name] for own, name in names.items()})
-        for (module, own), name in plan.buffers.items():
-            load_buffer(module, own, folder[name], where.device)
+        _read(plan, folder, shards, where.device)
     note_places(model)
     shards.watch_uses()
     return folder.read_nbytes
+
+
+def _read(plan: _Plan, folder: SafetensorsFolder, shards: ModuleShards, device: torch.device) -> None:
+    # An initializer may have removed parameters.
+    parameters = {m: own for m, own in plan.parameters.items() if all(m._parameters[n] is not None for n in own)}
+    for module, names in parameters.items():
+        make_room(module, names, shards)
+    for module, names in parameters.items():
+        load_module(module, {own: folder[name] for own, name in names.items()})
+    for (module, own), name in plan.buffers.items():
+        load_buffer(module, own, folder[name], device)
 
 
 @dataclass

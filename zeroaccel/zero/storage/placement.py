@@ -12,7 +12,6 @@ import platform
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Literal
 
 import torch
 from torch import nn
@@ -20,7 +19,6 @@ from torch.optim import Optimizer
 
 from zeroaccel.config.schema import Config
 from zeroaccel.config.schema_zero import OffloadOptimizer, OffloadParam
-from zeroaccel.config.section import AUTO
 from zeroaccel.config.shard_plan import Residence, TierPlan, UpdateTime
 from zeroaccel.errors import ConfigError
 from zeroaccel.logs import logger
@@ -143,7 +141,7 @@ class OffloadRules:
     sub_group_numel: int
     splits_masters: bool = False
     host_share: float = 1.0
-    device_budget: int | Literal["auto"] = 0
+    device_budget: int = 0
     where: str = "zero_optimization"
 
     @classmethod
@@ -320,7 +318,7 @@ class TierSet:
         """
         _check_space([need for need in needs if need.disk[1] != _MEMORY])
         if self._spare_plan.sizes:
-            self._choose_spares([need for need in needs if need.disk == (platform.node(), _MEMORY)])
+            self._choose_spares([need for need in needs if need.disk[1] == _MEMORY])
         # The check is complete before memory is allocated, so that a small disk does not fail in the middle of a run.
         section = self._rules.optimizer_section
         for name, plan in self._plans.items():
@@ -336,20 +334,23 @@ class TierSet:
                 )
 
     def _choose_spares(self, needs: Sequence[SpaceNeed]) -> None:
-        """Chooses the buffers with spare memory within the budget: first those whose gradients come first.
+        """Chooses the buffers with spare memory, equal on all ranks: first those whose gradients come first.
 
         Args:
-            needs: of the ranks on this machine.
+            needs: of all ranks.
         """
-        budget, sizes = self._rules.optimizer_section.spare_budget, self._spare_plan.sizes
-        nbytes, free = sum(need.nbytes for need in needs), min(need.free_nbytes for need in needs)
-        if budget == "auto":
-            budget = (free - nbytes) // len(needs)
-        elif nbytes > free:
+        setting, sizes = self._rules.optimizer_section.spare_budget, self._spare_plan.sizes
+        rooms: dict[str, int] = {}
+        for host in {need.disk[0] for need in needs}:
+            here = [need for need in needs if need.disk[0] == host]
+            rooms[host] = (min(need.free_nbytes for need in here) - sum(need.nbytes for need in here)) // len(here)
+        budget = min(rooms.values()) if setting == "auto" else setting
+        if setting != "auto" and min(rooms.values()) < 0:
+            short = min(rooms, key=rooms.__getitem__)
             raise ConfigError(
                 self._spare_key,
-                expected=f"{nbytes} bytes of free memory for masters, states and spares of {len(needs)} ranks here",
-                got=f"{free} bytes free",
+                expected=f"free memory on {short} for the masters, states and spares of its ranks",
+                got=f"{-rooms[short]} bytes too few for each rank",
                 fix='set it to fewer bytes, or to "auto"; or set update_during to "forward"',
             )
         total, chosen = 0, []
@@ -448,7 +449,7 @@ class TierSet:
     def _chosen(self, plans: Sequence[BufferPlan], formats_of: _FormatsOf) -> frozenset[str]:
         """Returns the keys of the buffers whose masters and states stay on the device; see [Note: resident share]."""
         rules = self._rules
-        if rules.host_share == 1.0 and rules.device_budget in (0, AUTO):
+        if rules.host_share == 1.0 and not rules.device_budget:
             return frozenset()
         by_share = rules.host_share < 1.0
         units: dict[str, int] = {}
@@ -456,7 +457,7 @@ class TierSet:
             each = 1.0 if by_share else self._nbytes_of_element(plan, formats_of)
             unit = plan.key.rpartition("/")[0]
             units[unit] = units.get(unit, 0) + math.ceil(plan.layout.largest_shard_numel * each)
-        room = int((1.0 - rules.host_share) * sum(units.values())) if by_share else int(rules.device_budget)
+        room = int((1.0 - rules.host_share) * sum(units.values())) if by_share else rules.device_budget
         chosen = set()
         for unit, size in units.items():
             if size <= room:
@@ -555,7 +556,7 @@ class _SparePlan:
 def _spare_plan(plans: Sequence[BufferPlan], formats_of: _FormatsOf) -> _SparePlan:
     sizes, own_nbytes = {}, 0
     for plan in reversed(plans):
-        numel = plan.layout.shard_numel(plan.rank)
+        numel = plan.layout.largest_shard_numel
         formats = [formats_of(group, (_TRIED_NUMEL,)) for group in set(plan.param_groups)]
         of_states = max(sum(state.nbytes(numel) for state in states.values()) for states in formats)
         own_nbytes += fp32_nbytes(numel) + of_states
