@@ -5,7 +5,8 @@
 With a format the files have codes and scales, which transformers dequantizes; with `base/` those of the base model.
 The classes are those of `tests/multi/zero/zoo.py`. Rank 0 prints one JSON line per class: whether weights, buffers and
 the record of names are equal, how many bytes the ranks have read of how many, and how the names in files of
-`save_pretrained` differ from those in the source's files.
+`save_pretrained` differ from those in the source's files. RANKS_PER_NODE simulates several nodes, and ZERO3 adds
+settings of stage 3.
 """
 
 from __future__ import annotations
@@ -33,13 +34,15 @@ from torch import Tensor  # noqa: E402
 from transformers.integrations import HfDeepSpeedConfig  # noqa: E402
 
 from tests.multi.zero.zoo import models  # noqa: E402
+from zeroaccel.comm.topology import init_process_group  # noqa: E402
 from zeroaccel.zero.access.lazy_tensors import Stored  # noqa: E402
 from zeroaccel.zero.access.load_safetensors import SafetensorsFolder  # noqa: E402
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
-ZERO3 = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+ZERO3: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
+ZERO3 |= {"zero_optimization": {"stage": 3, **json.loads(os.environ.get("ZERO3", "{}"))}}
 
 
 @contextmanager
@@ -185,6 +188,7 @@ def compared(name: str, folder: Path) -> dict[str, Any]:
         "record": {key: names for key, names in said.items() if names != sorted(map(str, expected[key]))},
         "sharded": sharded,
         "read": sum(read) / nbytes,
+        "nodes": len(init_process_group().nodes),
         "files": sorted(n for n in before.keys() | after.keys() if before.get(n) != after.get(n)),
         "again": sorted(n for n in again.keys() | theirs.keys() if n not in again or not same(again[n], theirs[n])),
     }
@@ -192,6 +196,8 @@ def compared(name: str, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Loads the classes of the command line."""
+    if per_node := int(os.environ.get("RANKS_PER_NODE", 0)):
+        os.environ |= {"LOCAL_RANK": str(int(os.environ["RANK"]) % per_node), "LOCAL_WORLD_SIZE": str(per_node)}
     deepspeed.init_distributed("gloo")
     Stored.seek_nbytes = 0  # read no byte twice, although the matrices are small
     for name in sys.argv[2:]:
