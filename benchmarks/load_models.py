@@ -57,6 +57,7 @@ def write(kind: str, mb: int, folder: Path) -> None:
     model.save_pretrained(folder, max_shard_size="100MB")
     if kind in ("fp8", "mxfp4"):
         quantize(kind, folder)
+    del model  # the memory of one model, not of two
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     (folder / "digests").write_text(json.dumps({name: digest(each) for name, each in model.named_parameters()}))
 

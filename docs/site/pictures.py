@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from drawing import FOLDER, ROOT, about, figures_of, key, line, moved, recorded, svg, text, write
+from drawing import FOLDER, ROOT, about, box, figures_of, key, line, moved, recorded, svg, text, write
+from measured import RESULTS, rows_of
 
 from zeroaccel.cli.pages.frame import COLOURS, line_chart
 from zeroaccel.cli.report import read_run, report_page
@@ -170,7 +171,25 @@ def report_of_demo() -> str:
         return report_page({"demo": read_run(Path(folder))}, {"demo": facts})
 
 
+def host_updates() -> str:
+    """Draws the modelled time of a step for each place and time of the optimizer's update."""
+    section = "Host updates and a share on the device"
+    rows = rows_of(RESULTS / "stream_model.md", section)
+    left, width = 440.0, 300.0
+    longest = max(float(row["ms"]) for row in rows.values())
+    parts, y = [text(8, 22, "one step, from one forward to the next: ms of the stream model", "title")], 36.0
+    for name, row in rows.items():
+        share = COLOURS[1] if "half" in name else COLOURS[0]
+        length = float(row["ms"]) / longest * width
+        parts += [text(left - 8, y + 13, name, "end"), box(left, y, length, 17, share)]
+        parts.append(text(left + length + 6, y + 13, f"{row['ms']} ms, {row['device memory, GiB']} GiB", "small"))
+        y += 24
+    parts.append(key(left, y + 20, ["all on the host", "half on the device"], COLOURS[:2]))
+    return svg(parts, left + width + 130, y + 36, "Modelled time of a step with the optimizer on the host")
+
+
 PICTURES: Mapping[str, Callable[[], str]] = {
+    "host_updates": host_updates,
     "demo": demo,
     "memory": memory,
     "timeline": timeline,

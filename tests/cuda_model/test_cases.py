@@ -54,13 +54,12 @@ MORE_WAITS: dict[str, int] = {
     # At the end of a backward, the host waits for each gradient that is still on its way, to start its update.
     "stage 2, update during the backward": 6,
     "stage 3, both on the host, update during the backward": 6,
-    # The squares of the gradients that stay are one more value from the device; each micro-batch has two.
-    "stage 2, half of the optimizer on the host": 2,
+    # Squares of gradients that stay come with those that leave; after several micro-batches, the host asks for them.
     "stage 2, half of the optimizer on the host, several ranks": 3,
     "stage 2, half of the optimizer on the host, accumulation": 6,
-    "stage 3, half of the optimizer on the host": 3,
+    "stage 3, half of the optimizer on the host": 2,
     "stage 3, half of the optimizer on the host, fp32": 3,
-    "stage 2, half of the optimizer on the host, update during the next step": 3,
+    "stage 2, half of the optimizer on the host, update during the next step": 2,
     "stage 3, half of the states in files": 3,
     # Weights go to a file from host memory after they have arrived there.
     "stage 2, states in files": 2,

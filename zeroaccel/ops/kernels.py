@@ -28,15 +28,23 @@ from zeroaccel.ops.number_formats import (
 )
 
 NORM_BITS = 25
-"""`square_sums` splits a square of 2 * NORM_BITS bits into two halves of this many bits."""
+"""`square_sums` splits sums of squares of 2 * NORM_BITS bits into two parts, the lower with this many bits."""
 
 SCALE_FLOOR = 2.0**-120
 """Smallest scale of a block of codes: its reciprocal is finite, and values that it rounds to zero are below 2**-121."""
 
-_BLOCK_NUMEL = 2048  # floats in the buffer of `sum_rows`: 8 KiB, which fits into any L1 cache
+_BLOCK_NUMEL = 2048  # elements that several loops read in turn: 8 KiB of floats, which fit into any L1 cache
 
 
 # ---- reductions ----
+
+
+@inlined
+def _largest(patterns: Array, mask: Any) -> Any:
+    largest = mask & 0
+    for i in range(patterns.size):
+        largest = max(largest, patterns[i] & mask)
+    return largest
 
 
 @compiled
@@ -46,27 +54,53 @@ def largest_pattern(patterns: Array, mask: Any) -> int:
     `patterns` are floats viewed as integers of their width, and `mask` (of that dtype) clears the sign. Such integers
     order like the magnitudes, inf above every number and NaN above inf. The maximum is exact and vectorises.
     """
-    largest = mask & 0
-    for i in range(patterns.size):
-        largest = max(largest, patterns[i] & mask)
-    return int(largest)
+    return int(_largest(patterns, mask))
 
 
-@compiled
-def square_sums(values: Array, scale: np.float64) -> tuple[int, int]:
-    """Sums the upper and the lower bits of the integers ``rint((value * scale)**2)``, at most ``2**(2 * NORM_BITS)``.
+@inlined
+def _squares(values: Array, scale: np.float64) -> Any:
+    """Sums the integers ``rint((value * scale)**2)`` of at most `_BLOCK_NUMEL` values, each at most 2**(2 * NORM_BITS).
 
     Computes in float64. The square of a float32 has at most 48 bits, so only the rint rounds (ties to even). Adding
     2**52 does it: the low 52 bits of the pattern are then the integer. AVX2 has no conversion to int64.
     """
-    high = np.int64(0)
-    low = np.int64(0)
+    total = np.int64(0)
     for i in range(values.size):
         root = np.float64(load(values, i)) * scale
-        square = np.float64(root * root + np.float64(2.0**52)).view(np.int64) & (2**52 - 1)
-        high += square >> NORM_BITS
-        low += square & (2**NORM_BITS - 1)
+        total += np.float64(root * root + np.float64(2.0**52)).view(np.int64) & (2**52 - 1)
+    return total
+
+
+@compiled
+def square_sums(values: Array, scale: np.float64) -> tuple[int, int]:
+    """Adds the squares of all blocks, their upper and lower bits apart; see `_squares`."""
+    high = np.int64(0)
+    low = np.int64(0)
+    for begin in range(0, values.size, _BLOCK_NUMEL):
+        total = _squares(values[begin : begin + _BLOCK_NUMEL], scale)
+        high += total >> NORM_BITS
+        low += total & (2**NORM_BITS - 1)
     return int(high), int(low)
+
+
+@compiled
+def examine(values: Array, patterns: Array, mask: Any, scales: Array, sums: Array) -> int:
+    """Does the work of `largest_pattern`, and of `square_sums` for each scale, in one pass over memory.
+
+    Args:
+        values, patterns: two views of the same memory.
+        scales: (K,) float64.
+        sums: (K, 2) int64, to which the pass adds; meaningless for a scale at which the largest square is too large.
+    """
+    largest = mask & 0
+    for begin in range(0, values.size, _BLOCK_NUMEL):
+        largest = max(largest, _largest(patterns[begin : begin + _BLOCK_NUMEL], mask))
+        block = values[begin : begin + _BLOCK_NUMEL]
+        for k in range(scales.size):
+            total = _squares(block, scales[k])
+            sums[k, 0] += total >> NORM_BITS
+            sums[k, 1] += total & (2**NORM_BITS - 1)
+    return int(largest)
 
 
 @compiled

@@ -8,6 +8,8 @@ order, so the norm is a sum of integers. The caller connects its three steps wit
     high, low = square_sums(t, exponent), added over tensors    # all-reduce SUM of the two int64
     norm = norm_from(high, low, exponent)
 
+`examine` reads a tensor once for both, if the exponent is expected; a tensor without that exponent needs `square_sums`.
+
 The sums are exact up to 2**38 elements over all ranks (2.7e11). Squares are rounded to multiples of 2**-50 of
 ``4**exponent``, at most 4 times the largest square, so the norm's relative error is at most N * 2**-50 for N elements,
 and typically about sqrt(N) * 2**-50. CPU, torch operations and kernels give the same sum, kernels in other parts.
@@ -22,7 +24,9 @@ module does not depend on ranks or process groups.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,6 +36,7 @@ from zeroaccel.ops import kernels
 from zeroaccel.ops.device_kernels import kernels_for
 from zeroaccel.ops.device_values import read_values
 from zeroaccel.ops.dispatch import array_of, launch
+from zeroaccel.ops.number_formats import Array
 
 SUM_BITS = kernels.NORM_BITS
 """Number of low bits of a square that go into the lower of its two sums."""
@@ -56,16 +61,79 @@ def max_abs(tensor: Tensor) -> float:
         max_abs_into(tensor, found)
         [largest] = read_values(found.view(torch.float32))
         return math.inf if math.isnan(largest) else largest
-    integer = torch.int32 if tensor.element_size() == 4 else torch.int16
 
     def bind() -> Callable[[int, int], int]:
-        patterns = tensor.detach().view(-1).view(integer).numpy()
-        mask = patterns.dtype.type(torch.iinfo(integer).max)
+        patterns, mask = _patterns(tensor)
         return lambda start, stop: kernels.largest_pattern(patterns[start:stop], mask)
 
-    pattern = max(launch("largest_pattern", tensor.numel(), bind, reads=[tensor], writes=[]))
-    largest = float(torch.tensor(pattern, dtype=integer).view(tensor.dtype))
+    return _magnitude(max(launch("largest_pattern", tensor.numel(), bind, reads=[tensor], writes=[])), tensor)
+
+
+def _patterns(tensor: Tensor) -> tuple[Array, np.integer[Any]]:
+    """Returns a flat view as integers, and the mask that clears the sign."""
+    integer = torch.int32 if tensor.element_size() == 4 else torch.int16
+    patterns = tensor.detach().view(-1).view(integer).numpy()
+    return patterns, patterns.dtype.type(torch.iinfo(integer).max)
+
+
+def _magnitude(pattern: int, like: Tensor) -> float:
+    """Returns the number with this pattern in the dtype of `like`; inf for a NaN."""
+    integer = torch.int32 if like.element_size() == 4 else torch.int16
+    largest = float(torch.tensor(pattern, dtype=integer).view(like.dtype))
     return math.inf if math.isnan(largest) else largest
+
+
+@dataclass(frozen=True)
+class Examined:
+    """The results of one pass over a tensor in host memory.
+
+    Attributes:
+        largest: result of `max_abs`.
+        sums: exponent -> result of `square_sums`; exponents that are too small for `largest` have other numbers.
+    """
+
+    largest: float
+    sums: Mapping[int, tuple[int, int]]
+
+
+def exponents_around(largest: float) -> tuple[int, ...]:
+    """Returns the exponent of a finite magnitude and its neighbours, as far as float32 has them.
+
+    Example:
+        >>> exponents_around(3.0)
+        (1, 2, 3)
+    """
+    middle = norm_exponent(largest)
+    return tuple(exponent for exponent in (middle - 1, middle, middle + 1) if -148 <= exponent <= 128)
+
+
+def examine(tensor: Tensor, exponents: Sequence[int]) -> Examined:
+    """Does the work of `max_abs`, and of `square_sums` for each of the exponents, in one pass.
+
+    Example:
+        >>> values = torch.tensor([1.0, -3.0])
+        >>> found = examine(values, [2, 3])
+        >>> found.largest, found.sums[2] == square_sums(values, 2)
+        (3.0, True)
+
+    Args:
+        tensor: contiguous float32, bfloat16 or float16, on the CPU.
+    """
+    scales = np.array([math.ldexp(1.0, _BITS - exponent) for exponent in exponents], np.float64)
+
+    def bind() -> Callable[[int, int], tuple[int, Array]]:
+        flat, (patterns, mask) = array_of(tensor), _patterns(tensor)
+
+        def work(start: int, stop: int) -> tuple[int, Array]:
+            sums = np.zeros((len(scales), 2), np.int64)
+            return kernels.examine(flat[start:stop], patterns[start:stop], mask, scales, sums), sums
+
+        return work
+
+    spans = launch("examine", tensor.numel(), bind, reads=[tensor], writes=[])
+    totals: Array = sum((found for _, found in spans), np.zeros((len(scales), 2), np.int64))
+    sums = {exponent: (high, low) for exponent, (high, low) in zip(exponents, totals.tolist(), strict=True)}
+    return Examined(_magnitude(max(pattern for pattern, _ in spans), tensor), sums)
 
 
 def max_abs_into(tensor: Tensor, largest: Tensor) -> None:

@@ -432,7 +432,7 @@ class EngineCore(ModelWrapper):
         on_final = None
         if is_last and self.weight_update is not None:
             on_final = self.weight_update.begin_early(self._factor_rule().unclipped)
-        self.grad_reducer.begin(reduce=self.settings.plan.grads or is_last, on_final=on_final)
+        self.grad_reducer.begin(reduce=self.settings.plan.grads or is_last, is_last=is_last, on_final=on_final)
 
     def _factor_rule(self) -> FactorRule:
         # Unscale by the loss scale of this step's backwards: the scale changes only after the update.

@@ -4,18 +4,20 @@ A floating-point sum depends on its order, so squares are summed as integers (`o
 it the clipping, has the same bits for every layout, world size, stage and device.
 
 [Note: boundary] If the optimizer steps in host memory, the host computes the norm and knows the factor before the
-update (`stats_on_host`), also if some masters and their gradients stay on the device. If all stay on an accelerator,
-the host would have to wait twice for all pending work of the device. There everything stays on the device
-(`check_on_device`): the norm, the agreement of the ranks, the factor, and the decision to skip the step, which the
-update's kernels read from memory. The host launches all of it, then the update, and reads the outcome once, later,
-while the update runs; or never, if nothing on the host depends on it.
+update (`stats_on_host`), mostly from sums of the time when gradients arrived (`grad_reducer.py`); also if some masters
+and their gradients stay on the device. If all stay on an accelerator, the host would have to wait twice for all pending
+work of the device. There everything stays on the device (`check_on_device`): the norm, the agreement of the ranks, the
+factor, and the decision to skip the step, which the update's kernels read from memory. The host launches all of it,
+then the update, and reads the outcome once, later, while the update runs; or never, if nothing on the host depends on
+it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, Protocol
 
 import torch
@@ -23,7 +25,7 @@ from torch import Tensor
 
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.ops.device_values import read_values
-from zeroaccel.ops.reductions import max_abs, max_abs_into, norm_exponent, norm_from, square_sums, square_sums_into
+from zeroaccel.ops.reductions import max_abs, max_abs_into, norm_exponent, norm_from, square_sums_into
 from zeroaccel.ops.step_control import finalize, largest_of_facts, write_facts
 
 FACTS_LABEL, NORM_LABEL = "gradient overflow check", "gradient norm"  # names of the collectives in hang messages
@@ -205,7 +207,11 @@ class RankDigests:
 
 
 def join_facts_on_host(
-    shards: Sequence[Tensor], digests: RankDigests, collectives: Collectives, device: torch.device
+    largest: float,
+    digests: RankDigests,
+    collectives: Collectives,
+    device: torch.device,
+    resident: Sequence[Tensor] = (),
 ) -> Tensor:
     """Returns the facts of all ranks, (8,) float64 in host memory, as `step_control.write_facts`.
 
@@ -213,15 +219,14 @@ def join_facts_on_host(
     own collectives.
 
     Args:
-        shards: the mean gradients of this rank's own elements, any float dtype, any number; on the device those of
-            masters that stay there, else in host memory.
+        largest: magnitude of this rank's own elements of the mean gradients in host memory; inf if one is not finite.
+        resident: shards of those on the device that no pass has examined.
         device: compute device of the ranks, over which the facts travel.
     """
     # One collective answers five questions: an overflow anywhere, three digests as (value, -value), so that one maximum
     # gives the largest and the smallest of each, and a stop request anywhere.
-    largest = max((max_abs(shard) for shard in shards if shard.device.type == "cpu"), default=0.0)
-    if resident := [shard for shard in shards if shard.device.type != "cpu"]:
-        found = torch.zeros(1, dtype=torch.int32, device=resident[0].device)
+    if resident:
+        found = torch.zeros(1, dtype=torch.int32, device=device)
         for shard in resident:
             max_abs_into(shard, found)
         largest = max(largest, max_abs(found.view(torch.float32)))  # a NaN counts as inf
@@ -259,21 +264,24 @@ def join_facts_on_device(largest: Tensor, digests: RankDigests, collectives: Col
 
 def stats_on_host(
     facts: Tensor,
-    counted: Sequence[Tensor | None],
+    counted: Sequence[Callable[[int], tuple[int, int]] | None],
     collectives: Collectives,
     device: torch.device,
     *,
     norm: bool,
     norms: bool = False,
+    resident: Mapping[int, Tensor] = MappingProxyType({}),
 ) -> GradStats:
     """Returns the statistics of gradients in host memory, some perhaps on the device; a norm needs an all-reduce more.
 
     Args:
         facts: the facts of all ranks, in host memory.
-        counted: the shards that enter the norm; None for one that counts on another rank, which holds the same.
+        counted: for each shard that enters the norm, its `square_sums` by exponent; None for one that counts on another
+            rank, which holds the same, and for those of `resident`.
         device: compute device of the ranks, over which the sums travel.
         norm: compute the norm too.
         norms: compute the norm of each gradient too; all ranks have the same number of them.
+        resident: place in `counted` -> shard on the device that no pass has examined.
     """
     largest, latest, earliest, highest, lowest, stop, last, first = facts.tolist()
     same_history, same_settings = latest == -earliest, highest == -lowest
@@ -286,16 +294,14 @@ def stats_on_host(
     # Every rank scales by the power of two above the global maximum, so no square exceeds its 50 bits.
     exponent = norm_exponent(largest)
     rows = torch.zeros(len(counted) if norms else 1, 2, dtype=torch.int64)
-    own = [(index if norms else 0, shard) for index, shard in enumerate(counted) if shard is not None]
-    resident = [(row, shard) for row, shard in own if shard.device.type != "cpu"]
     if resident:  # the device adds while the host does
         below = torch.full((1,), math.ldexp(0.5, exponent), dtype=torch.float32, device=device).view(torch.int32)
         added = torch.zeros_like(rows, device=device)
-        for row, shard in resident:
-            square_sums_into(shard, below, added[row])
-    for row, shard in own:
-        if shard.device.type == "cpu":
-            rows[row] += torch.tensor(square_sums(shard, exponent), dtype=torch.int64)
+        for index, shard in resident.items():
+            square_sums_into(shard, below, added[index if norms else 0])
+    for index, square_sums in enumerate(counted):
+        if square_sums is not None:
+            rows[index if norms else 0] += torch.tensor(square_sums(exponent), dtype=torch.int64)
     if resident:
         rows += torch.tensor(read_values(added), dtype=torch.int64).view(rows.shape)
     _all_reduce(rows.view(-1), "sum", NORM_LABEL, collectives.job, device)
@@ -334,8 +340,12 @@ def check_on_device(
 ) -> DeviceStats:
     """Computes the statistics of gradients on `device`, without waiting, with the same bits as in host memory.
 
-    It issues two small all-reduces on the device; the second has no effect if the first found a difference. The
-    arguments are those of `join_facts_on_host` and `stats_on_host`.
+    It issues two small all-reduces on the device; the second has no effect if the first found a difference.
+
+    Args:
+        shards: the mean gradients of this rank's own elements, any float dtype, any number.
+        counted: those that enter the norm; None for one that counts on another rank, which holds the same.
+        norm, norms: see `stats_on_host`.
     """
     largest = torch.zeros(1, dtype=torch.int32, device=device)
     for shard in shards:

@@ -19,6 +19,14 @@ launches the reduction: the copy stream waits for the reduction, the host and th
 all copies of a backward at once. Meanwhile at most `_D2H_LIMIT` reduced gradients stay on the device; for one more, the
 computation waits for the oldest copy.
 
+[Note: norm of arriving gradients] A host that steps needs the largest magnitude of all gradients and, for the exponent
+that follows from it, their sums of squares (`ops/reductions.py`): two passes at the boundary. The exponent rarely moves
+by more than one from step to step. So in the last backward of a step each reduced gradient is examined in one pass when
+it arrives: on the device, if it goes to the host unchanged, for the exponent of the last step and its neighbours; else
+on the host, for that of the last step or of a larger gradient that has arrived, because sums for the neighbours cost
+the host more time than a second pass now and then. Gradients without the sum for the exponent need one at the boundary.
+Integers add to the same sum in any order.
+
 The reduced gradient has the communication dtype until a second one is added, then the accumulation dtype.
 """
 
@@ -28,6 +36,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +45,16 @@ from zeroaccel.comm.collective_tracker import DONE
 from zeroaccel.comm.collectives import Collectives, Work
 from zeroaccel.config.shard_plan import ShardPlan
 from zeroaccel.errors import ShardStateError
-from zeroaccel.ops.reductions import max_abs_into
+from zeroaccel.ops.reductions import (
+    Examined,
+    examine,
+    exponents_around,
+    max_abs,
+    max_abs_into,
+    norm_exponent,
+    square_sums,
+    square_sums_into,
+)
 from zeroaccel.telemetry.timeline import named_range
 from zeroaccel.zero.layout import FlatTensor
 from zeroaccel.zero.param_unit import FlatBuffer
@@ -101,6 +119,7 @@ class GradientBuffer:
     pending: dict[int, Tensor] = field(default_factory=dict)
     pending_numel: int = 0
     paddings: tuple[slice, ...] = field(init=False)
+    _examined: tuple[Examined, int, int] | None = None  # with address and version of the shard
 
     def __post_init__(self) -> None:
         self.paddings = tuple(part.at(0) for part in self.buffer.layout.padding())
@@ -109,6 +128,19 @@ class GradientBuffer:
     def stays(self) -> bool:
         """True if the device updates its masters, in an engine whose other gradients go to host memory."""
         return self.buffer.masters.is_resident
+
+    @property
+    def examined(self) -> Examined | None:
+        """The results of a pass over `shard`; None without one, or if anything has written to the shard since."""
+        if self._examined is None or self.shard is None:
+            return None
+        found, *seen = self._examined
+        return found if seen == [self.shard.data_ptr(), self.shard._version] else None
+
+    @examined.setter
+    def examined(self, found: Examined | None) -> None:
+        shard = self.shard
+        self._examined = None if found is None or shard is None else (found, shard.data_ptr(), shard._version)
 
     @property
     def complete(self) -> bool:
@@ -121,6 +153,21 @@ class GradientBuffer:
             return FlatTensor(self.buffer.layout.range, self.full)
         assert self.shard is not None, f"{self.name} is stepped without a gradient"
         return FlatTensor(self.buffer.own, self.shard)
+
+    def largest(self) -> float:
+        """Returns the largest magnitude of the shard, in host memory; inf if an element is not finite."""
+        examined = self.examined
+        return max_abs(self._own()) if examined is None else examined.largest
+
+    def square_sums(self, exponent: int) -> tuple[int, int]:
+        """Returns `reductions.square_sums` of the shard, in host memory."""
+        examined = self.examined
+        known = {} if examined is None else examined.sums
+        return known[exponent] if exponent in known else square_sums(self._own(), exponent)
+
+    def _own(self) -> Tensor:
+        assert self.shard is not None, f"{self.name}: the norm of no gradient"
+        return self.shard
 
     def copy_pending(self, dtype: torch.dtype, predivide: float) -> None:
         """Copies the pending gradients into their slots, or adds them to the gradients of earlier micro-steps."""
@@ -180,7 +227,7 @@ class GradientBuffer:
 
     def clear(self) -> None:
         """Drops all gradients."""
-        self.flat = self.shard = self.full = None
+        self.flat = self.shard = self.full = self._examined = None
         self.forget_pending()
         self.ready.clear()
         self.written.clear()
@@ -211,7 +258,7 @@ class _InflightReduce:
 class GradReducer:
     """Takes gradients from autograd, launches reductions in a fixed order and holds the reduced shards.
 
-    One backward (all ranks): 1. `begin(reduce)`, 2. `on_grad_ready(param)` per gradient, 3. `end()`. Once per step:
+    One backward (all ranks): 1. `begin`, 2. `on_grad_ready(param)` per gradient, 3. `end()`. Once per step:
     `finish()`, after which every `GradientBuffer.shard` is complete, then `clear()`.
 
     Args:
@@ -256,6 +303,10 @@ class GradReducer:
         self.changes = 0
         self._on_final: Callable[[GradientBuffer], None] | None = None
         self._largest: Tensor | None = None  # (1,) int32, over gradients that go to the host unchanged
+        self._expected_largest: float | None = None
+        self._exponents: tuple[int, ...] = ()  # for which this backward sums squares; those of `_sums`
+        self._magnitudes: dict[int, Tensor] = {}  # of `_below`
+        self._sums: Tensor | None = None  # (gradients, exponents, 2) int64, of gradients that go to the host unchanged
 
     @property
     def device(self) -> torch.device:
@@ -279,23 +330,37 @@ class GradReducer:
         """
         self._expected = params
 
-    def begin(self, *, reduce: bool, on_final: Callable[[GradientBuffer], None] | None = None) -> None:
+    def expect_largest(self, largest: float) -> None:
+        """Sets the largest magnitude of a step's gradients on all ranks, which that of the next will be close to."""
+        if 0.0 < largest < math.inf:
+            self._expected_largest = largest
+
+    def begin(
+        self, *, reduce: bool, is_last: bool = False, on_final: Callable[[GradientBuffer], None] | None = None
+    ) -> None:
         """Starts a backward.
 
         Args:
             reduce: reduce in this backward; False only adds to the flat gradients.
+            is_last: it is the last backward of a step.
             on_final: called with each buffer whose shard has the gradient of the whole step, as early as possible; late
                 gradients may still change it (`_reduce_late`), and a program.
         """
         self._reducing, self._on_final = reduce, on_final
         self._next = 0
-        self.facts = self._largest = None
+        self.facts = self._largest = self._sums = None
+        known = self._expected_largest if is_last else None
+        self._exponents = () if known is None else exponents_around(known)
         leaves = self._copies is not None and self._copies.pinned and reduce
         if leaves and all(gradients.shard is None for gradients in self.gradients):
             self._largest = torch.zeros(1, dtype=torch.int32, device=self.device)
+            if self._exponents:
+                shape = len(self.gradients), len(self._exponents), 2
+                self._sums = torch.zeros(shape, dtype=torch.int64, device=self.device)
         for gradients in self.gradients:
             gradients.ready.clear()
             gradients.launched = gradients.over = False
+            gradients.examined = None
 
     def on_unit_over(self, name: str) -> None:
         """Handles the end of a unit's gradients in this backward: its unused parameters count as zero."""
@@ -353,21 +418,31 @@ class GradReducer:
             self._launch_ready(force=True)
             self._reduce_late()
         self._drain(0)
-        joined = None
+        joined = []
         if join is not None and self._largest is not None and self._copies is not None:
             self._copies.join()
             for gradients in self.gradients:
                 if gradients.stays and gradients.shard is not None:
-                    self._examine(gradients.shard)
-            joined = self._copies.to_host(join(self._largest), DONE)
+                    self._examine(gradients, gradients.shard)
+            found = [join(self._largest), *([] if self._sums is None else [self._sums])]
+            joined = [self._copies.to_host(each, DONE) for each in found]
         self._land_copies()
-        if joined is not None:
-            self.facts = joined.landed() if self._on_final is None else joined.wait()
+        if joined:
+            if self._on_final is not None:
+                joined[-1].wait()  # both copies are on one stream
+            self.facts, *sums = [each.landed() for each in joined]
+            for gradients, row in zip(self.gradients, sums[0].tolist() if sums else (), strict=False):
+                by_exponent = {
+                    exponent: (high, low) for exponent, (high, low) in zip(self._exponents, row, strict=True)
+                }
+                gradients.examined = Examined(float(self.facts[0]), by_exponent)
         self._on_final = None
 
     def changed(self) -> None:
-        """Discards `facts` after a program has changed reduced gradients, and counts the change."""
+        """Discards what is known of reduced gradients after a program has changed them, and counts the change."""
         self.facts = None
+        for gradients in self.gradients:
+            gradients.examined = None
         self.changes += 1
 
     # -- one step
@@ -375,7 +450,7 @@ class GradReducer:
     def finish(self) -> None:
         """Makes every shard complete, at the boundary; needed if the last backward was not known to be the last."""
         if any(gradients.flat is not None for gradients in self.gradients):
-            self.begin(reduce=True)
+            self.begin(reduce=True, is_last=True)
             self.end()
         if not self._plan.optimizer:
             self._gather_full()
@@ -470,7 +545,7 @@ class GradReducer:
         reduce = _InflightReduce(gradients, flat, reduced, work)
         copies = self._copies_of(gradients)
         if copies is not None and copies.pinned:
-            reduce.copy = copies.to_host(reduced, work, self._examine)
+            reduce.copy = copies.to_host(reduced, work, partial(self._examine, gradients))
         self._inflight.append(reduce)
         self._inflight_numel += gradients.buffer.layout.numel
         self._drain_finished()
@@ -482,9 +557,18 @@ class GradReducer:
         elif self._on_final is not None:
             self._land_copies(wait=False)
 
-    def _examine(self, reduced: Tensor) -> None:
+    def _examine(self, gradients: GradientBuffer, reduced: Tensor) -> None:
         if self._largest is not None:
             max_abs_into(reduced, self._largest)
+        if self._sums is not None:
+            for exponent, sums in zip(self._exponents, self._sums[self.gradients.index(gradients)], strict=True):
+                square_sums_into(reduced, self._below(exponent), sums)
+
+    def _below(self, exponent: int) -> Tensor:
+        """Returns (1,) int32 on the device, a magnitude with this exponent, as `max_abs_into` gives it."""
+        if exponent not in self._magnitudes:
+            self._magnitudes[exponent] = torch.full((1,), math.ldexp(0.5, exponent), device=self.device)
+        return self._magnitudes[exponent].view(torch.int32)
 
     def _start_reduction(self, gradients: GradientBuffer, flat: Tensor, label: str) -> tuple[Tensor, Work]:
         if self._collectives.world_size == 1 and self._rules.postscale == 1.0:
@@ -563,6 +647,10 @@ class GradReducer:
             if gradients.shard.dtype is not dtype:
                 gradients.shard = gradients.shard.to(dtype)
             gradients.shard.add_(reduced)
+        if self._exponents and self._sums is None and gradients.shard.device.type == "cpu":
+            found = [one.largest for one in (g.examined for g in self.gradients) if one is not None]
+            largest = max(value for value in (self._expected_largest or 0.0, *found) if value < math.inf)
+            gradients.examined = examine(gradients.shard, [norm_exponent(largest)])
         if self._on_final is not None:
             self._on_final(gradients)
 
@@ -570,7 +658,7 @@ class GradReducer:
         """Reduces the buffers with late gradients again. Ranks agree on it, because they run the same graph."""
         late, self._late = self._late, []
         if late:
-            self._largest = None  # stale: late gradients change the reduced values
+            self._largest = self._sums = None  # stale: late gradients change the reduced values
         again: dict[int, GradientBuffer] = {}
         for param, grad in late:
             gradients, index = self._slot_of[id(param)]
@@ -603,7 +691,9 @@ class GradReducer:
             work.wait()
         for gradients in self.gradients:
             if gradients.full is not None:
-                gradients.shard = gradients.full[gradients.buffer.own.at(0)]
+                examined = gradients.examined
+                gradients.shard = gradients.full[gradients.buffer.own.at(0)]  # the same values
+                gradients.examined = examined
 
     def _accum_dtype(self, gradients: GradientBuffer) -> torch.dtype:
         return self._rules.accumulation_dtype or gradients.buffer.dtype

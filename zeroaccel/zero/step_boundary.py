@@ -151,20 +151,37 @@ class StepBoundary:
         gradients = self._reducer.gradients
         # Gradients that several ranks hold, on replicas or along another mesh axis, count once in the norm.
         counted = [
-            g.shard if ranks.replica == 0 and (ranks.is_first_data_group or g.buffer.is_split) else None
+            g
+            if ranks.replica == 0 and (ranks.is_first_data_group or g.buffer.is_split) and g.shard is not None
+            else None
             for g in gradients
         ]
-        tensors, device = [g.shard for g in gradients if g.shard is not None], self._reducer.device
+        device = self._reducer.device
         facts, norms = self._reducer.facts, self.takes_norms
         with named_range("norm"):
             if self._checks_on_device:
+                tensors, own = (
+                    [g.shard for g in gradients if g.shard is not None],
+                    [None if g is None else g.shard for g in counted],
+                )
                 self.check = check_on_device(
-                    tensors, counted, ranks, device=device, digests=self._digests(), norm=norm, norms=norms
+                    tensors, own, ranks, device=device, digests=self._digests(), norm=norm, norms=norms
                 )
             else:
+                apart = {
+                    index: g.shard
+                    for index, g in enumerate(gradients)
+                    if g.shard is not None and g.shard.device.type != "cpu" and g.examined is None
+                }
                 if facts is None:
-                    facts = join_facts_on_host(tensors, self._digests(), ranks, device)
-                self.check = stats_on_host(facts, counted, ranks, device, norm=norm, norms=norms)
+                    there = [g for index, g in enumerate(gradients) if g.shard is not None and index not in apart]
+                    largest = max((g.largest() for g in there), default=0.0)
+                    facts = join_facts_on_host(largest, self._digests(), ranks, device, list(apart.values()))
+                sums = [None if g is None or i in apart else g.square_sums for i, g in enumerate(counted)]
+                resident = {index: shard for index, shard in apart.items() if counted[index] is not None}
+                self.check = stats_on_host(facts, sums, ranks, device, norm=norm, norms=norms, resident=resident)
+                if norm:
+                    self._reducer.expect_largest(float(facts[0]))
         return self.check
 
     def read(self, check: GradCheck, step: int) -> GradStats:

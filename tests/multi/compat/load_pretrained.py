@@ -5,7 +5,8 @@
 With a format the files have codes and scales, which transformers dequantizes; with `base/` those of the base model.
 The classes are those of `tests/multi/zero/zoo.py`. Rank 0 prints one JSON line per class: whether weights, buffers and
 the record of names are equal, how many bytes the ranks have read of how many, and how the names in files of
-`save_pretrained` differ from those in the source's files.
+`save_pretrained` differ from those in the source's files. RANKS_PER_NODE simulates several nodes, and ZERO3 adds
+settings of stage 3.
 """
 
 from __future__ import annotations
@@ -33,13 +34,15 @@ from torch import Tensor  # noqa: E402
 from transformers.integrations import HfDeepSpeedConfig  # noqa: E402
 
 from tests.multi.zero.zoo import models  # noqa: E402
+from zeroaccel.comm.topology import init_process_group  # noqa: E402
 from zeroaccel.zero.access.lazy_tensors import Stored  # noqa: E402
 from zeroaccel.zero.access.load_safetensors import SafetensorsFolder  # noqa: E402
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
-ZERO3 = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+ZERO3: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
+ZERO3 |= {"zero_optimization": {"stage": 3, **json.loads(os.environ.get("ZERO3", "{}"))}}
 
 
 @contextmanager
@@ -95,13 +98,33 @@ def source(name: str, folder: Path) -> str:
                 model.config.architectures = [cls]
                 model.config.save_pretrained(folder)
             else:
-                (model.bfloat16() if quantized else model).save_pretrained(folder, max_shard_size="200KB")
-            if quantized not in ("", "base"):
+                model = model.bfloat16() if quantized and "bin" not in quantized else model
+                model.save_pretrained(folder, max_shard_size="20KB" if quantized == "bin" else "200KB")
+            if "bin" in quantized:
+                pickle(folder, quantized)
+            elif quantized not in ("", "base"):
                 quantize(folder, quantized)
         except Exception as error:
             reason = [f"{type(error).__name__}: {error}".partition("\n")[0]]
     torch.distributed.broadcast_object_list(reason)
     return reason[0]
+
+
+def pickle(folder: Path, how: str) -> None:
+    """Replaces a folder's files by pickles."""
+    state, index = {}, folder / "model.safetensors.index.json"
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        state |= tensors
+        file.unlink()
+        if how == "bin":
+            torch.save(tensors, file.with_suffix(".bin"))
+    if how == "bin":
+        text = index.read_text().replace(".safetensors", ".bin")
+        index.rename(folder / "pytorch_model.bin.index.json").write_text(text)
+    else:
+        index.unlink(missing_ok=True)
+        torch.save(state, folder / "pytorch_model.bin", _use_new_zipfile_serialization=how != "old-bin")
 
 
 def quantize(folder: Path, how: str) -> None:
@@ -144,7 +167,7 @@ def compared(name: str, folder: Path) -> dict[str, Any]:
         model, record = cls.from_pretrained(folder, output_loading_info=True)
     sharded = all(hasattr(param, "ds_id") for param in model.parameters())
     ours, theirs = values(model), values(plain)
-    nbytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    nbytes = sum(file.stat().st_size for file in folder.iterdir() if file.suffix in (".safetensors", ".bin"))
     read: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(read, sum(counts))
     bf16 = {"bf16": {"enabled": next(model.parameters()).dtype is torch.bfloat16}}
@@ -156,6 +179,7 @@ def compared(name: str, folder: Path) -> dict[str, Any]:
     engine.destroy()
     del zero3
     before, after = names_of(folder), names_of(saved)
+    before = before or after  # pickles have the same names
     said = {key: sorted(map(str, value)) for key, value in record.items()}
     again = values(cls.from_pretrained(saved))
     return {
@@ -164,6 +188,7 @@ def compared(name: str, folder: Path) -> dict[str, Any]:
         "record": {key: names for key, names in said.items() if names != sorted(map(str, expected[key]))},
         "sharded": sharded,
         "read": sum(read) / nbytes,
+        "nodes": len(init_process_group().nodes),
         "files": sorted(n for n in before.keys() | after.keys() if before.get(n) != after.get(n)),
         "again": sorted(n for n in again.keys() | theirs.keys() if n not in again or not same(again[n], theirs[n])),
     }
@@ -171,6 +196,8 @@ def compared(name: str, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Loads the classes of the command line."""
+    if per_node := int(os.environ.get("RANKS_PER_NODE", 0)):
+        os.environ |= {"LOCAL_RANK": str(int(os.environ["RANK"]) % per_node), "LOCAL_WORLD_SIZE": str(per_node)}
     deepspeed.init_distributed("gloo")
     Stored.seek_nbytes = 0  # read no byte twice, although the matrices are small
     for name in sys.argv[2:]:

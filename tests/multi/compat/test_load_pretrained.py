@@ -27,9 +27,21 @@ def test_weights_and_names_are_those_of_one_process(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
     assert [row["name"] for row in rows] == list(FEW)
     for row in rows:
-        read = row.pop("read")
+        read, _ = row.pop("read"), row.pop("nodes")
         assert row == {"name": row["name"], "sharded": True, "differs": [], "record": {}, "files": [], "again": []}
         assert read <= 1.05
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, pytest.param({"zero_hpz_partition_size": 2}, marks=pytest.mark.slow), {"mics_shard_size": 2}]
+)
+def test_two_nodes_read_each_byte_once(tmp_path: Path, settings: dict[str, int]) -> None:
+    env = {"RANKS_PER_NODE": "2", "ZERO3": json.dumps(settings)}
+    result = run_job(4, SCRIPT, [tmp_path, FEW[1]], env=env, timeout=120)
+    assert result.returncode == 0, result.stderr
+    row = json.loads(next(line for line in result.stdout.splitlines() if line.startswith("{")))
+    assert (row["nodes"], row["sharded"], row["differs"]) == (2, True, [])
+    assert row["read"] <= 1.05
 
 
 SAID = {
@@ -61,6 +73,19 @@ def test_damaged_checkpoints_are_named_on_every_rank(tmp_path: Path, stage: int)
             continue
         assert words in first[case], case
         assert words in second[case], case
+
+
+PICKLES = ("bin/qwen3_moe:Qwen3MoeForCausalLM", "one-bin/bert:BertForMaskedLM", "old-bin/t5:T5ForConditionalGeneration")
+
+
+def test_pickles_are_read_as_on_one_process(tmp_path: Path) -> None:
+    result = run_job(2, SCRIPT, [tmp_path, *PICKLES], timeout=120)
+    assert result.returncode == 0, result.stderr
+    rows = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    assert [row["name"] for row in rows] == list(PICKLES)
+    for row in rows:
+        assert (row.get("error"), row["differs"], row["record"], row["again"]) == (None, [], {}, [])
+        assert row["sharded"]
 
 
 QUANTIZED = (

@@ -288,12 +288,16 @@ def test_random_states_are_of_one_mesh(ranks: Ranks, tmp_path: Path) -> None:
 def mistaken(what: str) -> str:
     axes: dict[str, Any] = {"pp": 2, "sp": 2} if what == "uncut" else {"sp": 2, "tp": 2}
     model = build("llama")
+    engine = None
     try:
         engine, *_ = zeroaccel.initialize(model, config=settings_of(1, SGD), parallel=ParallelConfig(**axes))
         if what == "uncut":
             engine.train_batch(batches(0, MICRO_BATCHES))
     except ZeroAccelError as error:
         return f"{type(error).__name__}: {error}"
+    finally:
+        if engine is not None:
+            engine.destroy()
     raise AssertionError("it was taken")
 
 

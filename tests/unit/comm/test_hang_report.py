@@ -204,6 +204,16 @@ def test_ranks_of_data_alone_have_numbers_only() -> None:
     assert names([1]) == "rank 1"
 
 
+def test_a_mesh_that_ends_while_another_fails_names_no_rank() -> None:
+    names = RankNames()
+    old = ParallelConfig(dp_shard=2, sp=2)
+    names.use(old)
+    with suppress(ValueError), names.unless_raised():
+        names.forget(old)
+        raise ValueError("the engine that replaces the old one could not be made")
+    assert names([1]) == "rank 1"
+
+
 def _name_while_it_fails(names: RankNames) -> str:
     with suppress(ValueError), names.unless_raised():
         names.use(ParallelConfig(dp_shard=1, tp=4))

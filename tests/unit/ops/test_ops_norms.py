@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 from zeroaccel.ops import dispatch, l2_norm, reductions
-from zeroaccel.ops.reductions import max_abs, norm_exponent, norm_from, square_sums
+from zeroaccel.ops.reductions import examine, exponents_around, max_abs, norm_exponent, norm_from, square_sums
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -21,6 +22,12 @@ def gradient(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
     values = torch.randn(numel, generator=random) * scale
     values[::7] = 0
     return values.to(dtype)
+
+
+def packed(sums: Sequence[int]) -> int:
+    """Returns the sum of squares, which does not depend on its division in two parts."""
+    high, low = sums
+    return (high << 25) + low
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -59,7 +66,7 @@ def test_the_torch_path_gives_equal_integers(dtype: torch.dtype, monkeypatch: py
     exponent = norm_exponent(max_abs(values))
     totals = torch.zeros(2, dtype=torch.int64)
     reductions._add_square_sums(values, math.ldexp(1.0, 25 - exponent), totals)
-    assert tuple(totals.tolist()) == square_sums(values, exponent)
+    assert packed(totals.tolist()) == packed(square_sums(values, exponent))
     assert min(totals.tolist()) > 0
 
 
@@ -70,17 +77,39 @@ def test_a_gpu_gives_equal_integers(dtype: torch.dtype) -> None:
     values[5] = 0.1
     exponent = norm_exponent(max_abs(values))
     assert max_abs(values.cuda()) == max_abs(values)
-    assert square_sums(values.cuda(), exponent) == square_sums(values, exponent)
+    assert packed(square_sums(values.cuda(), exponent)) == packed(square_sums(values, exponent))
     values[5] = math.nan
     assert max_abs(values.cuda()) == math.inf
 
 
 def test_threads_do_not_change_the_integers(monkeypatch: pytest.MonkeyPatch) -> None:
     values = gradient(10_007)
-    alone = max_abs(values), square_sums(values, 10)
+    alone = max_abs(values), packed(square_sums(values, 10))
     monkeypatch.setattr(dispatch, "_MIN_SPAN_NUMEL", 100)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert (max_abs(values), square_sums(values, 10)) == alone
+    assert (max_abs(values), packed(square_sums(values, 10))) == alone
+    found = examine(values, [10])
+    assert (found.largest, packed(found.sums[10])) == alone
+
+
+@pytest.mark.parametrize("numel", [0, 1, 5000])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_pass_finds_what_two_find(dtype: torch.dtype, numel: int) -> None:
+    values = gradient(numel, dtype)
+    exponents = exponents_around(max_abs(values))
+    found = examine(values, exponents)
+    assert found.largest == max_abs(values)
+    assert list(found.sums) == list(exponents)
+    for exponent in exponents[1:]:  # those above the largest magnitude
+        assert packed(found.sums[exponent]) == packed(square_sums(values, exponent))
+    values[numel // 2 :] = math.nan
+    assert examine(values, exponents).largest == (math.inf if numel else 0.0)
+    assert examine(values, []).sums == {}
+
+
+def test_exponents_stay_in_the_range_of_float32() -> None:
+    assert exponents_around(2.0**-149) == (-148, -147)
+    assert exponents_around(torch.finfo(torch.float32).max) == (127, 128)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

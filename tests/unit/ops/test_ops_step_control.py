@@ -69,7 +69,8 @@ def test_torch_operations_find_the_same(dtype: torch.dtype, special: float, monk
         sums = torch.zeros(2, 2, dtype=torch.int64)
         reductions._add_square_sums(values, reductions._norm_scale(found), sums[0])
         square_sums_into(values, largest, sums[1])
-        assert torch.equal(sums[0], sums[1])
+        high, low = (sums[0] - sums[1]).tolist()
+        assert high * 2**25 + low == 0  # the same sum, perhaps in two other parts
     else:
         assert min(int(found), int(largest)) >= 0x7F800000
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import zeroaccel
 from zeroaccel.comm.collectives import Work
 from zeroaccel.comm.topology import destroy
+from zeroaccel.ops import reductions
 
 _LIMIT = 2  # gradients on the device besides the newest one, as in `grad_reducer.py`
 _LAYERS = 6
@@ -24,7 +25,7 @@ class LateCopy:
     def __init__(self, copies: LateCopies, source: Tensor) -> None:
         self._copies = copies
         self._values = source.clone()
-        self._host = torch.full_like(source, math.nan)
+        self._host = torch.full_like(source, math.nan if source.is_floating_point() else -1)
         self.on_device = True
         self.is_source_ready = self.is_copied = False
 
@@ -65,7 +66,8 @@ class LateCopies:
         work.wait()
         examine(source)
         self._copies.append(LateCopy(self, source))
-        self.most_on_device = max(self.most_on_device, sum(copy.on_device for copy in self._copies))
+        waiting = [copy for copy in self._copies if copy.on_device and copy._values.itemsize < 8]  # facts have 8 bytes
+        self.most_on_device = max(self.most_on_device, len(waiting))
         return self._copies[-1]
 
     def join(self) -> None:
@@ -76,6 +78,13 @@ class LateCopies:
         for copy in self._copies:
             copy.land()
         self._copies.clear()
+
+
+_CONFIG = {
+    "train_micro_batch_size_per_gpu": 4,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -116,6 +125,35 @@ def test_the_host_waits_once_per_backward_and_reads_reduced_gradients(precision:
     assert all(torch.equal(one, other) for one, other in zip(trained, reference, strict=True))
     assert copies.finishes == 3 * accumulation
     assert copies.single_waits == 0
+
+
+def test_the_device_sums_squares_before_gradients_leave_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device the boundary reads no gradient, but after a jump of the exponent it does; the norms are equal."""
+    passes: list[str] = []
+    launch = reductions.launch
+
+    def counted(kernel: str, *arguments: Any, **how: Any) -> Any:
+        passes.append(kernel)
+        return launch(kernel, *arguments, **how)
+
+    monkeypatch.setattr(reductions, "launch", counted)
+    found = []
+    for copies in (None, LateCopies()):
+        engine = zeroaccel.initialize(nn.Linear(8, 8), config={**_CONFIG, "gradient_clipping": 1.0})[0]
+        with torch.no_grad():
+            engine.module.weight.fill_(0.5)
+        engine.grad_reducer._copies = copies
+        norms, counts = [], []
+        for factor in (1.0, 2.0, 1.0, 2.0**-5):
+            engine.backward(engine(torch.ones(4, 8)).sum() * factor)
+            passes.clear()
+            engine.step()
+            norms.append(engine.get_global_grad_norm())
+            counts.append(passes.copy())
+        engine.destroy()
+        found.append(norms)
+    assert found[0] == found[1]
+    assert counts[1:] == [[], [], ["square_sums"]]
 
 
 def test_few_gradients_wait_on_the_device() -> None:

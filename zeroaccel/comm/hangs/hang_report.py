@@ -407,7 +407,7 @@ class RankNames:
         try:
             yield
         except BaseException:
-            self._used = before
+            self._used = [mesh for mesh in self._used if any(mesh is other for other in before)]
             raise
 
     def __call__(self, ranks: Iterable[int]) -> str:
