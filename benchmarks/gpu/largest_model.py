@@ -6,7 +6,9 @@ and more.
 
 from __future__ import annotations
 
+import resource
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,15 +58,21 @@ class Trained:
     """Results of a few training steps.
 
     Attributes:
-        teraflops: rate with 8 operations per parameter and token: 2 forward, 4 backward, 2 recomputed.
+        batch: sequences of a step.
+        teraflops: rate with 6 operations per parameter and token, without those of recomputation.
         seconds: median time of a step.
+        losses: of all steps with this batch.
         peak_nbytes: peak of device memory.
+        host_nbytes: peak of the process's host memory, above that before the model.
     """
 
     numel: int
+    batch: int
     teraflops: float
     seconds: float
+    losses: list[float]
     peak_nbytes: int
+    host_nbytes: int
 
 
 def numel(shape: Shape) -> int:
@@ -98,15 +106,18 @@ def config(model: Model) -> dict[str, Any]:
     }
 
 
-def train(chosen: Model, deadline: float) -> Trained:
-    """Trains a model that is built shard by shard for a few steps.
+def train(chosen: Model, deadline: float) -> Iterator[Trained]:
+    """Trains a model that is built shard by shard for a few steps, then with two and four times its batch.
+
+    A larger batch reads the weights of the host as often, so that the copies and the update cost less per token. The
+    series ends when the device's memory does.
 
     Args:
         deadline: value of time.monotonic after which no further step begins.
     """
     import zeroaccel
 
-    shape = chosen.shape
+    shape, before = chosen.shape, _host_peak()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, DEVICE_NBYTES / total))
     torch.manual_seed(0)
@@ -114,15 +125,32 @@ def train(chosen: Model, deadline: float) -> Trained:
     with zeroaccel.zero.Init(config_dict_or_path=config(chosen)), torch.device("cuda"):
         model = Decoder(shape)
     engine, *_ = zeroaccel.initialize(model, config=config(chosen))
-    tokens = torch.randint(shape.vocabulary, (shape.batch, shape.sequence + 1), device="cuda")
-    times = []
-    while len(times) < 2 or (len(times) < 5 and time.monotonic() + times[-1] < deadline):
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        engine.backward(engine(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
-        engine.step()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - begun)
-    seconds = sorted(times[1:])[len(times[1:]) // 2]
-    operations = 8.0 * numel(shape) * shape.batch * shape.sequence
-    return Trained(numel(shape), operations / seconds / 1e12, seconds, torch.cuda.max_memory_allocated())
+    seconds = 0.0
+    for batch in (shape.batch, 2 * shape.batch, 4 * shape.batch):
+        if time.monotonic() + 4 * seconds > deadline and seconds:  # two steps, each up to twice as long
+            return
+        times: list[float] = []
+        losses: list[float] = []
+        tokens = torch.randint(shape.vocabulary, (batch, shape.sequence + 1), device="cuda")
+        try:
+            while len(times) < 2 or (len(times) < 5 and time.monotonic() + times[-1] < deadline):
+                torch.cuda.synchronize()
+                begun = time.perf_counter()
+                loss = engine(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+                engine.backward(loss)
+                engine.step()
+                torch.cuda.synchronize()
+                times.append(time.perf_counter() - begun)
+                losses.append(loss.item())
+        except torch.OutOfMemoryError:
+            if not seconds:
+                raise
+            return
+        seconds = sorted(times[1:])[len(times[1:]) // 2]
+        teraflops = 6e-12 * numel(shape) * batch * shape.sequence / seconds
+        peaks = torch.cuda.max_memory_allocated(), _host_peak() - before
+        yield Trained(numel(shape), batch, teraflops, seconds, losses, *peaks)
+
+
+def _host_peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10

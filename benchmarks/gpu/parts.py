@@ -520,12 +520,17 @@ def train_largest(run: Run, names: Sequence[str]) -> None:
             run.skip(name, f"{needed / 1e9:.0f} GB of host memory, {free / 1e9:.0f} free")
             continue
         try:
-            found = train(MODELS[name], deadline)
+            for found in train(MODELS[name], deadline):
+                wanted = needed / found.numel
+                note = (
+                    f"{found.numel / 1e9:.1f}e9 parameters, step {found.seconds:.2f} s, loss {found.losses[0]:.3f} to"
+                    f" {found.losses[-1]:.3f}, peak {found.peak_nbytes / 1e9:.1f} GB of 32, host"
+                    f" {found.host_nbytes / found.numel:.2f} bytes per parameter ({wanted:.2f} expected)"
+                )
+                run.add(f"{name}, batch {found.batch}", found.teraflops, "TFLOPS by 6 N T", note=note)
         except ConfigError as error:
             run.skip(name, str(error).replace("\n", " "))
             continue
-        sizes = f"{found.numel / 1e9:.1f}e9 parameters, peak {found.peak_nbytes / 1e9:.1f} GB of 32"
-        run.add(name, found.teraflops, "TFLOPS", note=f"{sizes}, step {found.seconds:.2f} s")
         return
 
 

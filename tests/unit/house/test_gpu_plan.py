@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -189,3 +190,37 @@ def test_mistakes_are_named(gpu: Callable[..., int], tmp_path: Path, capsys: pyt
     (tmp_path / "file").touch()
     assert gpu("--no-predictions", "--out", tmp_path / "file") == 2
     assert "file: expected a folder that can be written (File exists)" in capsys.readouterr().err
+
+
+def test_longer_batches_run_until_the_memory_of_the_device_ends(
+    program: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, largest_model = importlib.import_module("parts"), importlib.import_module("largest_model")
+    randint = torch.randint
+
+    class Engine:
+        def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            if len(tokens) > 16:
+                raise torch.OutOfMemoryError
+            return torch.tensor(float(len(tokens)))
+
+        def backward(self, loss: torch.Tensor | None = None) -> None:
+            """Does nothing."""
+
+        step = backward
+
+    monkeypatch.setattr("zeroaccel.initialize", lambda *_, **__: (Engine(),))
+    monkeypatch.setattr("zeroaccel.offload.page_locked.free_nbytes", lambda: 10**12)
+    monkeypatch.setattr(torch, "randint", lambda *size, device: randint(*size))
+    for name in ("get_device_properties", "set_per_process_memory_fraction", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: SimpleNamespace(total_memory=64 * 10**9))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 6 * 10**9)
+    monkeypatch.setattr("zeroaccel.zero.Init", lambda **_: contextlib.nullcontext())
+    monkeypatch.setattr(largest_model, "Decoder", lambda shape: None)
+    figures: list[Any] = []
+    for seconds in (10.0, -1.0):  # in time, and after the deadline
+        parts.train_largest(parts.Run("large", seconds, figures.append, {}), tuple(largest_model.MODELS))
+    name = "13B, residual masters, int8 moments"
+    assert [figure.name for figure in figures] == [f"{name}, batch 8", f"{name}, batch 16", f"{name}, batch 8"]
+    assert "e9 parameters, step 0.00 s, loss 16.000 to 16.000, peak 6.0 GB of 32, host" in figures[1].note
+    assert figures[1].note.endswith("(8.19 expected)")
