@@ -81,6 +81,8 @@ class Size(_Type):
 )
 @_option("--residual_masters", is_flag=True, help='With data_types.master_weights "residual": 2 bytes instead of 4.')
 @_option("--early_updates", is_flag=True, help='With offload_optimizer.update_during "backward": spare memory.')
+@_option("--ratio", type=click.FloatRange(0, 1), default=1.0, help="The host's share (offload_optimizer.ratio).")
+@_option("--device_budget", type=Size(), help="Masters and states that stay on the device with offload_optimizer.")
 @_option(
     "--moments_dtype",
     type=click.Choice(("fp32", "bf16", "int8")),
@@ -214,10 +216,14 @@ def _of_config(path: str) -> dict[str, Any]:
         "residual_masters": config.data_types.master_weights == "residual",
         "frozen_weights": config.zero_optimization.frozen_weights,
         "early_updates": offload is not None and offload.update_during == "backward",
+        "ratio": None if offload is None else offload.ratio,
+        "device_budget": None if offload is None else offload.device_budget,
     }
     context = click.get_current_context()
     default = click.core.ParameterSource.DEFAULT
-    return {key: value for key, value in found.items() if value and context.get_parameter_source(key) is default}
+    return {
+        key: value for key, value in found.items() if value is not None and context.get_parameter_source(key) is default
+    }
 
 
 def _html(title: str, model: str, what: Subject, requested: Workload, capacity: Capacity) -> str:
@@ -255,6 +261,7 @@ def _question(
     if (accelerators or cpu) and host_memory is None:
         host_memory = memory_nbytes()
     workload["frozen_weights"] = workload["frozen_weights"] or ""
+    workload["device_budget"] = workload["device_budget"] or 0
     try:
         requested = Workload(ranks=ranks or max(1, len(accelerators)), **workload)
     except UsageError as error:
@@ -343,6 +350,8 @@ def _title(model: str, workload: Workload, rows: list[PlanRow]) -> str:
     words += ["recomputation"] if workload.checkpointing else []
     words += ["residual masters"] if workload.residual_masters else []
     words += ["updates in the backward"] if workload.early_updates else []
+    words += [f"{workload.ratio:.0%} of offloaded states on the host"] if workload.ratio < 1.0 else []
+    words += [f"{workload.device_budget / 1e9:.3g} GB of states on the device"] if workload.device_budget else []
     words += [f"{workload.moments_dtype} moments"] if workload.moments_dtype != "fp32" else []
     words += [f"LoRA of rank {workload.lora_rank}"] if workload.lora_rank else []
     words += [f"frozen weights in {workload.frozen_weights}"] if workload.frozen_weights else []

@@ -23,7 +23,7 @@ document.addEventListener("DOMContentLoaded", () => {
   const line = document.createElement("p");
   line.setAttribute("role", "status");
   line.append(command);
-  table.closest(".md-typeset__scrollwrap, table").before(form, line);
+  (table.closest(".md-typeset__scrollwrap") ?? table).before(form, line);
   const show = () => {
     const shown = rows.filter((row) => {
       row.hidden = choices.some((select, column) => select.value && select.value !== text(row, column));

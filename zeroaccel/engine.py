@@ -782,4 +782,5 @@ def _update_times(optimizer: ShardedOptimizer | None) -> Callable[[], tuple[floa
 def _offload_report(tiers: TierSet, optimizer: ShardedOptimizer | None) -> OffloadReport:
     swapper = tiers.swapper
     overlaps_io = swapper is not None and swapper.pipeline_read and swapper.pipeline_write
-    return OffloadReport(tiers.tiers, _update_times(optimizer), overlaps_io=overlaps_io)
+    resident = int if optimizer is None else partial(optimizer.nbytes, resident_only=True)
+    return OffloadReport(tiers.tiers, _update_times(optimizer), overlaps_io=overlaps_io, resident=resident)

@@ -143,6 +143,9 @@ def config_of(workload: Workload, one: Estimate) -> dict[str, Any]:
             zero[key] = {"device": device} | ({"nvme_path": "NVME_PATH"} if device == "nvme" else {})
     if workload.early_updates and one.offload_optimizer == "cpu":
         zero["offload_optimizer"]["update_during"] = "backward"
+    if workload.keeps_share and one.offload_optimizer != "none":
+        key = "device_budget" if workload.device_budget else "ratio"
+        zero["offload_optimizer"][key] = getattr(workload, key)
     if workload.frozen_weights:
         zero["frozen_weights"] = workload.frozen_weights
     config: dict[str, Any] = {
@@ -192,6 +195,7 @@ def _rest(workload: Workload, capacity: Capacity) -> str:
     words += [f" --ranks_per_machine {workload.ranks_per_machine}"] if workload.ranks_per_machine else []
     words += [" --residual_masters"] if workload.residual_masters else []
     words += [" --early_updates"] if workload.early_updates else []
+    words += [f" --ratio {workload.ratio}"] if workload.ratio < 1.0 else []
     words += [f" --moments_dtype {workload.moments_dtype}"] if workload.moments_dtype != "fp32" else []
     words += [" --peer_checkpoints"] if workload.peer_checkpoints else []
     words += [f" --lora_rank {workload.lora_rank}"] if workload.lora_rank else []
@@ -199,6 +203,7 @@ def _rest(workload: Workload, capacity: Capacity) -> str:
     words += [_axes(workload)]
     words += [" --cpu"] if capacity.on_cpu else []
     sizes = {"device_memory": capacity.device, "host_memory": capacity.host, "disk": capacity.disk}
+    sizes["device_budget"] = workload.device_budget
     words += [
         f" --{flag} {nbytes / 1e9:.9f}".rstrip("0").rstrip(".") + "GB" for flag, nbytes in sizes.items() if nbytes
     ]

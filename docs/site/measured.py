@@ -27,7 +27,7 @@ _PAIRS = (
 """Section of step_time.md, label and contender of the other engine, and of ours. Contenders of a pair at stage 3 send
 the same: each gathers the parameters again in backward."""
 
-_LEFT, _LONGEST, _WIDTH = 276, 300, 740
+_LEFT, _LONGEST, _WIDTH = 304, 300, 740
 
 
 @dataclass(frozen=True)

@@ -55,12 +55,12 @@ MORE_WAITS: dict[str, int] = {
     "stage 2, update during the backward": 6,
     "stage 3, both on the host, update during the backward": 6,
     # Squares of gradients that stay come with those that leave; after several micro-batches, the host asks for them.
-    "stage 2, half of the optimizer on the host, several ranks": 3,
+    "stage 2, half of the optimizer on the host, several ranks": 2,
     "stage 2, half of the optimizer on the host, accumulation": 6,
     "stage 3, half of the optimizer on the host": 2,
-    "stage 3, half of the optimizer on the host, fp32": 3,
+    "stage 3, half of the optimizer on the host, fp32": 2,
     "stage 2, half of the optimizer on the host, update during the next step": 2,
-    "stage 3, half of the states in files": 3,
+    "stage 3, half of the states in files": 2,
     # Weights go to a file from host memory after they have arrived there.
     "stage 2, states in files": 2,
     "stage 2, states in files, update during the next step": 2,

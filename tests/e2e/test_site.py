@@ -214,6 +214,12 @@ def test_search_works_from_a_folder(site: Path) -> None:
     assert f'href="{(site / "zeropp.html").as_uri()}" class="md-search-result__link"' in found
 
 
+@pytest.mark.skipif(_CHROMIUM is None, reason="no Chromium is installed")
+def test_the_filter_of_models_does_not_scroll_with_the_table(site: Path) -> None:
+    found = _dom((site / "models.html").as_uri())
+    assert re.search(r'</form>\s*<p role="status">.*?</p>\s*<div class="md-typeset__scrollwrap">', found, re.DOTALL)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(bool(missing()), reason=missing())
 def test_the_search_answers_questions(site: Path) -> None:

@@ -210,19 +210,21 @@ def _with_offload(
     if workload.residual_masters and stage > 0:
         masters = sum(map(residual_nbytes, step.trained))
         device = replace(device, optimizer=device.optimizer - 4 * sum(step.trained) + masters)
+    stays = sum(step.trained) if optimizer == "none" else workload.staying(step.trained)
+    share, leaves = stays / max(sum(step.trained), 1), sum(step.trained) - stays
     if optimizer != "none":
         # fp32 weights also get a separate master, because the device computes with its own copy.
-        states = masters + sum(map(workload.states_nbytes, step.trained))
-        device = replace(device, optimizer=0)
+        states = round((1.0 - share) * (masters + sum(map(workload.states_nbytes, step.trained))))
+        device = replace(device, optimizer=round(share * device.optimizer))
         if not on_cpu:  # on the CPU, device and host are one memory
             # Reduced gradients go to the host; those of later micro-steps are added there to an fp32 sum.
             itemsize = 4 if workload.precision == "fp32" else 2
             if stage > 1 and workload.accumulation > 1:
                 itemsize += 4
-            device = replace(device, gradients=device.gradients - step.reduced)
-            host = replace(host, gradients=itemsize * sum(step.trained))
+            device = replace(device, gradients=device.gradients - round((1.0 - share) * step.reduced))
+            host = replace(host, gradients=itemsize * leaves)
         if optimizer == "cpu":
-            new_weights = 0 if workload.precision == "fp32" else 2 * sum(step.trained)
+            new_weights = 0 if workload.precision == "fp32" else 2 * leaves
             host = replace(host, optimizer=states + (states + new_weights if workload.early_updates else 0))
         else:
             largest = min(max(step.trained, default=0), SUB_GROUP_NUMEL)
@@ -236,10 +238,9 @@ def _with_offload(
         disk = replace(disk, params=shards - in_memory)
         if workload.precision == "fp32" and not on_cpu:
             # Masters on the device no longer share memory with shards; masters on the host do.
-            if optimizer == "none":
-                device = replace(device, optimizer=device.optimizer + shards)
-            elif optimizer == "cpu":
-                host = replace(host, optimizer=host.optimizer - in_memory)
+            device = replace(device, optimizer=device.optimizer + round(share * shards))
+            if optimizer == "cpu":
+                host = replace(host, optimizer=host.optimizer - round((1.0 - share) * in_memory))
     if workload.peer_checkpoints:
         host = replace(host, saved=_saved_in_memory(sum(step.trained), workload, stage))
     return Estimate(stage, optimizer, param, step.numel, device, host, disk, step.when)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -46,6 +46,8 @@ class Workload:
         residual_masters: store masters of bf16 weights as residuals (`data_types.master_weights`).
         moments_dtype: format of the states (`optimizer.params.moments_dtype`).
         early_updates: spare memory for updates in the backward (`update_during` "backward").
+        ratio: share of the parameters that the host updates with `offload_optimizer`; the rest stays on the device.
+        device_budget: bytes of masters and states that stay on the device with `offload_optimizer`.
         pp, sp, tp: ranks along these axes of the mesh, see `ParallelConfig`; all other ranks have different samples.
         ep: number of ranks, among those with different samples and those along `sp`, that divide each layer's experts.
         lora_rank: rank of LoRA adapters on all linear layers except the head, with all else frozen; 0 for no adapters.
@@ -72,6 +74,8 @@ class Workload:
     moments_dtype: MomentsName = "fp32"
     peer_checkpoints: bool = False
     early_updates: bool = False
+    ratio: float = 1.0
+    device_budget: int = 0
     pp: int = 1
     sp: int = 1
     tp: int = 1
@@ -101,6 +105,7 @@ class Workload:
                 got=f"tp {self.tp}, ep {self.ep}",
                 fix="divide sequences (sp) or layers (pp) instead, or estimate the whole model",
             )
+        self._check_share()
         if self.residual_masters and self.precision != "bf16":
             raise UsageError("Workload.residual_masters", expected='precision "bf16"', got=self.precision)
         formats = _MOMENTS.get(self.optimizer, ("fp32",))
@@ -116,6 +121,29 @@ class Workload:
             )
         if self.sequence % self.sp:
             raise UsageError("Workload.sequence", expected=f"a multiple of sp {self.sp}", got=self.sequence)
+
+    def _check_share(self) -> None:
+        if not 0.0 <= self.ratio <= 1.0:
+            raise UsageError("Workload.ratio", expected="a number from 0 to 1", got=self.ratio)
+        key = "device_budget" if self.device_budget else "ratio"
+        if (self.ratio < 1.0 and self.device_budget) or (self.keeps_share and self.residual_masters):
+            other = "residual_masters" if self.residual_masters else "ratio"
+            raise UsageError(f"Workload.{key}", expected=f"only one of {key} and {other}", got=getattr(self, key))
+
+    @property
+    def keeps_share(self) -> bool:
+        """True if some masters and states stay on the device although the optimizer is offloaded."""
+        return self.ratio < 1.0 or self.device_budget > 0
+
+    def staying(self, trained: Sequence[int]) -> int:
+        """Returns how many elements stay on the device: those of the first ranges that fit, as in the engine."""
+        room = round((1.0 - self.ratio) * sum(trained)) if self.ratio < 1.0 else self.device_budget
+        stays = 0
+        for numel in trained:
+            nbytes = numel if self.ratio < 1.0 else 4 * numel + self.states_nbytes(numel)
+            if nbytes <= room:
+                room, stays = room - nbytes, stays + numel
+        return stays
 
     @property
     def mesh(self) -> ParallelConfig:

@@ -401,11 +401,19 @@ class OffloadReport:
     Args:
         tiers: see `OffloadCounters`.
         overlaps_io: True if reads and writes of optimizer states run at the same time.
+        resident: returns the bytes of masters and states that stay on the device.
     """
 
-    def __init__(self, tiers: Mapping[str, Tier], update_times: UpdateTimes, *, overlaps_io: bool = False) -> None:
+    def __init__(
+        self,
+        tiers: Mapping[str, Tier],
+        update_times: UpdateTimes,
+        *,
+        overlaps_io: bool = False,
+        resident: Callable[[], int] = int,
+    ) -> None:
         self._counters = OffloadCounters(tiers, update_times)
-        self._overlaps_io = overlaps_io
+        self._overlaps_io, self._resident = overlaps_io, resident
 
     def __call__(self, steps: int) -> str:
         """``offload, s per step over 10 steps: update 0.52, transfers 0.61 (0.48 hidden) | optimizer on /nvme (ext4):
@@ -413,7 +421,8 @@ class OffloadReport:
 
         An update of states in memory has no transfers. "Hidden" is the part of the transfers that the update did not
         wait for and, with `update_during`, the part of the update that the step did not wait for. With "backward",
-        "early updates 97 % kept" is the share of the elements that were updated early.
+        "early updates 97% kept" is the share of the elements that were updated early. With `ratio` or `device_budget`,
+        the bytes of masters and states that stay on the device follow.
         """
         (update, waited, overlapped, early, used), moved = self._counters.take()
         hidden_part = f" ({max(0.0, overlapped) / steps:.3f} hidden)" if overlapped else ""
@@ -426,6 +435,8 @@ class OffloadReport:
             transfers = max(of_states) if self._overlaps_io else sum(of_states)
             hidden = max(0.0, transfers - waited)
             parts.append(f"transfers {transfers / steps:.3f} ({hidden / steps:.3f} hidden)")
+        if (resident := self._resident()) > 0:
+            parts.append(f"{resident / 1e9:.3g} GB of the optimizer on the device")
         line = f"offload, s per step over {steps} step{'s' if steps != 1 else ''}: {', '.join(parts)}"
         for name, tier in self._counters.tiers.items():
             rates = [

@@ -131,11 +131,6 @@ class ParamCoordinator:
         self._swapping_in: list[str] = []  # units with shards being read from a tier; the next need gathers them
 
     @property
-    def live_numel(self) -> int:
-        """Number of elements of all units that are unsharded or gathering."""
-        return sum(self._live.values())
-
-    @property
     def idle(self) -> bool:
         """True if no module of a unit is in its forward, and no backward runs."""
         return not (self._running or self.in_backward)

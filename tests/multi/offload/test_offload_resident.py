@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import zeroaccel
 from tests.support.pool import Ranks
 from tests.support.training import ADAMW, SGD, Run, Toy, batches, config, differences, finished, offloaded
+from zeroaccel.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
 from zeroaccel.engine import Engine
 from zeroaccel.zero import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -187,3 +189,30 @@ def test_a_checkpoint_continues_with_another_share(
     for told, *resident in ranks(world).run(_continued, *settings, tmp_path / "saved", timeout=60):
         assert told == []
         assert [bool(keys) for keys in resident] == stays
+
+
+def _saved(settings: dict[str, Any], root: Path) -> dict[str, torch.Tensor]:
+    engine, run = _make(settings), Run()
+    _advance(engine, run, 3)
+    engine.save_checkpoint(root, tag="three")  # completes the update that the next forward would await
+    engine.save_16bit_model(root, "whole.safetensors")
+    return _with_states(engine, run, STATES["AdamW"]).weights
+
+
+@pytest.mark.parametrize(("stage", "states"), [(3, "cpu"), (2, "nvme"), (1, "cpu")])
+def test_a_checkpoint_of_a_share_is_consolidated(ranks: Ranks, tmp_path: Path, stage: int, states: str) -> None:
+    found = []
+    for name, keys in (("whole", {}), ("share", {"ratio": 0.5, "update_during": "forward"})):
+        settings = _settings(tmp_path, stage, {"bf16": {"enabled": True}}, states, **keys)
+        weights, _ = ranks(2).run(_saved, settings, tmp_path / name)
+        masters = get_fp32_state_dict_from_zero_checkpoint(tmp_path / name, "three")
+        known = {fqn: weights[f"{fqn} master"] for fqn in masters if f"{fqn} master" in weights}
+        assert len(known) > 10
+        assert [fqn for fqn, value in known.items() if not torch.equal(masters[fqn], value)] == []
+        thin = load_file(tmp_path / name / "whole.safetensors")
+        assert [fqn for fqn in weights.keys() & thin.keys() if not torch.equal(thin[fqn], weights[fqn])] == []
+        assert len(weights.keys() & thin.keys()) > 10
+        found.append((masters, thin))
+    for whole, share in zip(*found, strict=True):
+        assert whole.keys() == share.keys()
+        assert [fqn for fqn, value in whole.items() if not torch.equal(value, share[fqn])] == []

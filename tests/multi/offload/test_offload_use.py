@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -137,13 +138,14 @@ def _log(settings: dict[str, Any]) -> list[str]:
 
 
 def test_the_log_says_what_the_update_waited_for(ranks: Ranks, tmp_path: Path) -> None:
-    keys = offloaded(tmp_path, "nvme", "nvme", pipeline_read=True, pipeline_write=True)
+    keys = offloaded(tmp_path, "nvme", "nvme", pipeline_read=True, pipeline_write=True, ratio=0.5)
     settings = {**config(3, "bf16", **keys), "steps_per_print": 2, "wall_clock_breakdown": True}
     lines = [line for line in ranks(2).run(_log, settings)[0] if line.startswith("offload")]
     assert len(lines) == 2
     for line in lines:
         assert line.startswith("offload, s per step over 2 steps: update 0.")
         assert " hidden)" in line
+        assert re.search(r", \d\S* GB of the optimizer on the device \|", line)
         assert "| optimizer on" in line
         assert "| params on" in line
         assert line.count("GB/s") == 4

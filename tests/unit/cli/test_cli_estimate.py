@@ -60,6 +60,12 @@ def test_a_config_sets_what_no_flag_sets(tmp_path: Path) -> None:
     expected = {"batch": 3, "accumulation": 1, "precision": "bf16", "checkpointing": True, "optimizer": "adam"}
     expected |= {"moments_dtype": "int8", "residual_masters": True}
     assert {key: work[key] for key in expected} == expected
+    config["data_types"] = {}
+    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": 0}  # type: ignore[index]
+    path.write_text(json.dumps(config))
+    assert json.loads(typed(*arguments).out)["workload"]["ratio"] == 0
+    budget = json.loads(typed(*arguments, "--ratio", "1", "--device_budget", "2GB").out)["workload"]
+    assert (budget["ratio"], budget["device_budget"]) == (1, 2 * 10**9)
     for kind, words in (("Muon", "optimizer.type: expected one of adam"), ("Lion", "--moments_dtype: expected fp32")):
         path.write_text(json.dumps(config | {"optimizer": {"type": kind, "params": {"moments_dtype": "int8"}}}))
         assert words in typed(*arguments, code=2).err

@@ -75,6 +75,29 @@ def test_updates_in_the_backward_take_spare_memory_on_the_host(precision: Any, n
     assert after.host.optimizer - before.host.optimizer == before.host.optimizer / 12 * nbytes
 
 
+@pytest.mark.parametrize(
+    ("precision", "accumulation", "param"),
+    [("bf16", 1, "none"), ("fp32", 1, "none"), ("bf16", 3, "cpu"), ("fp32", 3, "cpu")],
+)
+def test_a_share_of_the_optimizer_stays_on_the_device(precision: Any, accumulation: int, param: Any) -> None:
+    plans = tuple((3, device, param) for device in ("none", "cpu", "nvme"))
+    work = Workload(ranks=2, sequence=8, precision=precision, accumulation=accumulation)
+    (device, host, files) = estimate(_Blocks, work, plans)  # type: ignore[arg-type]
+    assert estimate(_Blocks, replace(work, ratio=1.0, device_budget=1), plans)[1:] == [host, files]  # type: ignore[arg-type]
+    for share in ({"ratio": 0.0}, {"device_budget": 10**12}):
+        for one in estimate(_Blocks, replace(work, **share), plans)[1:]:  # type: ignore[arg-type]
+            assert (one.device, one.host, one.disk) == (device.device, device.host, device.disk)
+    (_, half, _) = estimate(_Blocks, replace(work, ratio=0.5), plans)  # type: ignore[arg-type]
+    share = half.device.optimizer / device.device.optimizer
+    assert 0.3 < share <= 0.5
+    assert half.host.optimizer == pytest.approx((1 - share) * host.host.optimizer, rel=1e-6)
+    gradients = device.device.gradients - (1 - share) * (device.device.gradients - host.device.gradients)
+    assert half.device.gradients == pytest.approx(gradients, rel=1e-6)
+    for wrong in ({"ratio": 1.5}, {"ratio": 0.5, "device_budget": 1}):
+        with pytest.raises(UsageError, match=r"Workload\.(ratio|device_budget): expected"):
+            replace(work, **wrong)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("moments", "optimizer", "nbytes"), [("bf16", "adam", 4), ("int8", "adam", 2 + 2 / 32)])
 def test_moments_in_fewer_bits_take_fewer_bytes(moments: Any, optimizer: Any, nbytes: float) -> None:
     plans = ((2, "none", "none"), (2, "cpu", "none"), (3, "nvme", "none"))

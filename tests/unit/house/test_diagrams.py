@@ -29,6 +29,13 @@ def test_the_files_are_up_to_date(diagrams: ModuleType) -> None:
     assert {path.stem for path in diagrams.FOLDER.iterdir()} == {*drawn, *pictures}
 
 
+def test_labels_of_the_measured_picture_fit() -> None:
+    measured = load_script("docs/site/measured.py")
+    found = re.findall(r'<text x="([\d.]+)"[^>]*class="end">([^<]+)', measured.picture("light"))
+    assert len(found) > 15
+    assert [label for x, label in found if 7.6 * len(label) > float(x)] == []  # the widest letters that browsers draw
+
+
 def test_pictures_and_pages_of_recorded_runs_are_up_to_date() -> None:
     made = load_script("docs/site/pictures.py")
     stale = [name for name, draw in made.PICTURES.items() if draw() != (made.FOLDER / f"{name}.svg").read_text()]
