@@ -25,7 +25,7 @@ from zeroaccel.config.launch.launch_file import find_launch_file, read_launch_fi
 from zeroaccel.config.launch.launch_sources import check_variables
 from zeroaccel.errors import ConfigError
 
-from .machine import Machine, folder_trouble, is_known_host, look, measure_disk, version
+from .machine import TRIED, Machine, folder_trouble, is_known_host, look, measure_disk, untried_versions, version
 from .verify import run_job
 
 Verdict = Literal["works", "falls back", "missing", "BROKEN"]
@@ -63,6 +63,7 @@ def findings(environ: Mapping[str, str], folder: Path, *, measure: bool) -> Iter
     yield from _accelerators(machine)
     if machine.devices:
         yield from _device_settings(environ)
+    yield _versions()
     yield _kernels()
     yield from _libraries()
     yield _names()
@@ -184,6 +185,15 @@ def _libraries() -> Iterator[Finding]:
     else:
         fix = "install an ssh client, or run `zeroaccel launch` on each machine"
         yield Finding("hostfiles", "missing", "ssh is not installed", fix)
+
+
+def _versions() -> Finding:
+    untried = [*untried_versions()]
+    if any("expected" in line for line in untried):
+        return Finding("versions", "BROKEN", "; ".join(untried), "install them in a new environment")
+    if untried:
+        return Finding("versions", "works", "; ".join(untried))
+    return Finding("versions", "works", ", ".join(f"{name} {version(name)}" for name in TRIED if version(name)))
 
 
 def _names() -> Finding:

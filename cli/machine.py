@@ -35,6 +35,15 @@ _FIRST_WITH_BF16 = 8  # compute capability of Ampere
 _OF_THE_SYSTEM = ("/boot", "/dev", "/etc", "/proc", "/run", "/snap", "/sys")
 _LEAST_FREE = 2 * _GIB  # a disk with less free space is too small for optimizer states
 
+TRIED = {
+    "torch": ("2.6", "2.15"),
+    "transformers": ("4.56.2", "5.24"),
+    "accelerate": ("1.10.1", "1.15"),
+    "peft": ("0.17", "0.21"),
+    "trl": ("1.0", "1.16"),
+}
+"""By package: the oldest version that is supported, and the newest that ran the tests, as in docs/releases.md."""
+
 
 @dataclass(frozen=True)
 class Device:
@@ -226,8 +235,7 @@ def allocator_variable() -> str:
     torch = version("torch")
     if "rocm" in torch:
         return ""
-    numbers = [int(number) for number in torch.split(".")[:2] if number.isdigit()]
-    return "PYTORCH_CUDA_ALLOC_CONF" if numbers < [2, 10] else "PYTORCH_ALLOC_CONF"
+    return "PYTORCH_CUDA_ALLOC_CONF" if _numbers(torch) < [2, 10] else "PYTORCH_ALLOC_CONF"
 
 
 def version(package: str) -> str:
@@ -236,6 +244,24 @@ def version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return ""
+
+
+def untried_versions() -> Iterator[str]:
+    """Yields a line for each installed library that is older than the oldest supported, or newer than the tests."""
+    for package, (oldest, newest) in TRIED.items():
+        found = version(package)
+        numbers = _numbers(found)
+        if numbers and numbers < _numbers(oldest):
+            yield f"{package} {found}: expected {oldest} or newer: pip install '{package}>={oldest}'"
+        elif numbers[:2] > _numbers(newest):
+            yield (
+                f"{package} {found} is newer than {newest}, the newest that ran zeroaccel's tests; if a call fails, "
+                + (f"try pip install '{package}=={newest}.*'")
+            )
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in version.partition("+")[0].split(".") if number.isdigit()]
 
 
 def gib(nbytes: int) -> str:
