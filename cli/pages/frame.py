@@ -37,10 +37,10 @@ p,figcaption{color:var(--soft);margin:.4rem 0}
 button{font:inherit;color:inherit;background:none;border:1px solid var(--soft);border-radius:4px;
   padding:.25rem .7rem;cursor:pointer}
 :focus-visible{outline:3px solid #0072b2;outline-offset:2px}
-figure{margin:0;overflow-x:auto}
-svg{display:block;max-width:100%;height:auto}
+figure{margin:0;overflow-x:auto}svg{display:block;max-width:100%;height:auto}
 @media(max-width:40rem){body{padding:.8rem}svg .line text{font-size:26px}th,td{padding:.2rem .3rem;font-size:12px}
-  th[scope=row]{white-space:normal;overflow-wrap:anywhere}#summary :is(th,td):nth-child(n+6){display:none}}
+  th[scope=row]{min-width:6rem;white-space:normal;overflow-wrap:anywhere}
+  #summary :is(th,td):nth-child(n+6){display:none}}
 svg text{fill:var(--ink);font:13px system-ui,sans-serif}
 svg .axis{stroke:var(--rule)}svg .limit{stroke:var(--ink);stroke-dasharray:5 4}
 svg .end{text-anchor:end}svg .middle{text-anchor:middle}
