@@ -32,28 +32,30 @@ ROOT = Path(__file__).resolve().parent.parent
 BARS = {"time": 0.6, "job": 1.05, "rank": 1.1, "memory": 256e6}
 
 
-def config_of(kind: str, mb: int) -> Any:
-    """Returns the configuration of a model of about `mb` MB in the files."""
+def config_of(kind: str, mb: int, width: int = 1024) -> Any:
+    """Returns the configuration of a model of about `mb` MB in the files, or of one with narrower layers."""
     import transformers
 
     layers = max(mb // {"fp8": 13, "mxfp4": 27}.get(kind, 25), 1)
-    sizes = {"vocab_size": 2048, "hidden_size": 1024, "num_hidden_layers": layers, "num_attention_heads": 8}
-    sizes |= {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 512}
+    sizes = {"vocab_size": 2048, "hidden_size": width, "num_hidden_layers": layers}
+    sizes |= {"num_attention_heads": width // 128, "num_key_value_heads": width // 128, "head_dim": 128}
+    sizes |= {"max_position_embeddings": 512}
     if kind in ("dense", "fp8"):
-        return transformers.LlamaConfig(**sizes, intermediate_size=2752 if kind == "dense" else 2816)
+        return transformers.LlamaConfig(**sizes, intermediate_size=(2752 if kind == "dense" else 2816) * width // 1024)
     if kind == "mxfp4":
         return transformers.GptOssConfig(**sizes, num_local_experts=8, num_experts_per_tok=2, intermediate_size=1408)
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 344, "intermediate_size": 344}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 344}
+    experts["moe_intermediate_size"] = 344 * width // 1024
     return transformers.Qwen3MoeConfig(**sizes, **experts)
 
 
-def write(kind: str, mb: int, folder: Path) -> None:
+def write(kind: str, mb: int, folder: Path, width: int = 1024) -> None:
     """Writes a checkpoint in several files, and the digests of its weights in one process of transformers."""
     import torch
     import transformers
 
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config_of(kind, mb), dtype=torch.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_config(config_of(kind, mb, width), dtype=torch.bfloat16)
     model.save_pretrained(folder, max_shard_size="100MB")
     if kind in ("fp8", "mxfp4"):
         quantize(kind, folder)
@@ -145,9 +147,9 @@ def rank(folder: Path, way: str) -> None:
     # A small model first: the first load imports modules, and opens connections.
     transformers.AutoModelForCausalLM.from_pretrained(folder.parent / "warm-up")
     torch.distributed.barrier()
-    before, peak, start = rchar(), Peak(), time.perf_counter()
+    before, peak, busy, start = rchar(), Peak(), time.process_time(), time.perf_counter()
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    seconds = time.perf_counter() - start
+    seconds, busy = time.perf_counter() - start, time.process_time() - busy
     peak.running = False
     read = rchar() - before
     shards = (
@@ -157,7 +159,7 @@ def rank(folder: Path, way: str) -> None:
     for name, param in model.named_parameters():
         with deepspeed.zero.GatheredParameters([param]):
             assert digest(param) == expected[name], f"{name} differs from one process's"
-    measured = {"seconds": seconds, "read": read, "above": peak.peak_nbytes - peak.start_nbytes - shards}
+    measured = {"seconds": seconds, "busy": busy, "read": read, "above": peak.peak_nbytes - peak.start_nbytes - shards}
     gathered: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(gathered, measured)
     if not torch.distributed.get_rank():
