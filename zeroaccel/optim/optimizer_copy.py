@@ -79,7 +79,7 @@ class OptimizerCopy:
         """Adds parameters, given as (param group, values), and switches the copy to training."""
         for index, param in params:
             self.optimizer.param_groups[index]["params"].append(param)
-        if _has_elements(self._original):
+        if _has_state(self._original):
             renew_state(self.optimizer)
         train = getattr(self.optimizer, "train", None)  # a method of some optimizers
         if callable(train):
@@ -258,10 +258,10 @@ def _own_hooks(hooks: Mapping[int, Any], original: Any, shell: Any) -> OrderedDi
     return OrderedDict((key, hook.__func__.__get__(shell)) for key, hook in own.items())
 
 
-def _has_elements(optimizer: Any) -> bool:
-    """Returns True if the state before the first step has tensors, which the constructor created."""
+def _has_state(optimizer: Any) -> bool:
+    """Returns True if the state before the first step has values, which the constructor created."""
     states = getattr(optimizer, "state", {}).values()
-    return any(isinstance(v, Tensor) for state in states if isinstance(state, Mapping) for v in state.values())
+    return any(bool(state) for state in states if isinstance(state, Mapping))
 
 
 def _random_states() -> tuple[Tensor, Any, Any]:
@@ -348,7 +348,7 @@ def coupling(optimizer: Optimizer) -> str:
         except Exception:
             return ""  # the rule does not support such tensors, and will raise at a step
         try:
-            alone = [_stepped(optimizer, [start], _STEPS, index)[0] for index, start in enumerate(starts)]
+            alone = [_stepped(optimizer, starts, _STEPS, index)[index] for index, _ in enumerate(starts)]
         except Exception as error:
             return f"it cannot step one parameter without the others ({type(error).__name__}: {error})"
         compared = zip(together, alone, starts, strict=True)
@@ -356,11 +356,13 @@ def coupling(optimizer: Optimizer) -> str:
     return "" if is_same else "its update of a parameter depends on other parameters"
 
 
-def _stepped(optimizer: Optimizer, starts: Sequence[tuple[int, Tensor]], steps: int, first: int = 0) -> list[Tensor]:
+def _stepped(
+    optimizer: Optimizer, starts: Sequence[tuple[int, Tensor]], steps: int, only: int | None = None
+) -> list[Tensor]:
     """Returns the values after `steps` steps of a copy with only these parameters, given as (param group, values).
 
     Args:
-        first: number of the first parameter, which determines its gradients.
+        only: number of the one parameter that is stepped; a constructor that numbers its parameters has seen them all.
     """
     twin = OptimizerCopy(optimizer)
     for group in twin.optimizer.param_groups:
@@ -370,8 +372,11 @@ def _stepped(optimizer: Optimizer, starts: Sequence[tuple[int, Tensor]], steps: 
             group["lr"] = torch.full_like(rate, rate_used) if isinstance(rate, Tensor) else rate_used
     params = [nn.Parameter(start.clone()) for _, start in starts]
     twin.place([(group, param) for (group, _), param in zip(starts, params, strict=True)])
+    stepped = {index: param for index, param in enumerate(params) if only in (None, index)}
+    for group in twin.optimizer.param_groups:
+        group["params"] = [param for param in group["params"] if any(param is kept for kept in stepped.values())]
     for step in range(steps):
-        for index, param in enumerate(params, first):
+        for index, param in stepped.items():
             varying = torch.randn(param.shape, generator=torch.Generator().manual_seed(16 * index + step))
             steady = torch.linspace(-1.0, 1.0, param.numel()).view(param.shape)
             param.grad = (steady + 0.5 * varying) * (_SCALES[index % len(_SCALES)] * _RAMP[step])

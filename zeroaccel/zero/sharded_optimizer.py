@@ -123,7 +123,11 @@ class ShardedOptimizer:
             params = {slot.fqn: param for slot, param in zip(buffer.layout.slots, buffer.params, strict=True)}
             for piece in buffer.masters.pieces:
                 first, _ = next(buffer.layout.slots_in(piece.range, padded=True))
-                pieces[piece.group].append((order[id(params[first.fqn])], piece))
+                param = params[first.fqn]
+                if self.kinds.groups[piece.group] is not OptimizerKind.ELEMENTWISE:
+                    made = self.optimizer.state.get(param, {})
+                    piece.constructed = {key: made[key] for key in made if not isinstance(made[key], Tensor)}
+                pieces[piece.group].append((order[id(param)], piece))
         for group, own in zip(self.optimizer.param_groups, pieces, strict=True):
             group["params"] = [piece.param for _, piece in sorted(own, key=lambda item: item[0])]
 

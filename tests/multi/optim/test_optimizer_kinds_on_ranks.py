@@ -95,6 +95,37 @@ def test_counts_that_groups_get_at_the_first_step_are_resumed(ranks: Ranks, tmp_
     assert ranks(2).run(_losses, str(tmp_path / "saved"), True) == whole
 
 
+class _Numbered(torch.optim.Optimizer):
+    """Numbers the parameters in its constructor, as APOLLO does for its seeds; a step writes the number."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        for group in self.param_groups:
+            for number, param in enumerate(group["params"]):
+                self.state[param]["seed"] = number + 1
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.fill_(self.state[param]["seed"])
+
+
+def _numbers(stage: int, tiers: dict[str, Any]) -> list[list[float]]:
+    weights = train(config(stage, optimizer=None, **tiers), 2, optimizer=_Numbered).weights
+    trained = [name for name, param in Toy().named_parameters() if param.requires_grad]
+    return [sorted(set(weights[name].flatten().tolist())) for name in trained]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_states_by_the_place_of_a_parameter_stay_with_it(ranks: Ranks, stage: int, tmp_path: Path) -> None:
+    trained = [param for param in Toy().parameters() if param.requires_grad]
+    expected = [[float(number)] if param.numel() else [] for number, param in enumerate(trained, 1)]
+    for tiers in [{}, offloaded(tmp_path, "cpu")] if stage else [{}]:
+        assert ranks(2).run(_numbers, stage, tiers) == [expected] * 2, tiers
+
+
 def _with_states_of_the_constructor(stage: int) -> Run:
     return train(config(stage, "bf16", optimizer=None), 4, optimizer=MakesStates)
 

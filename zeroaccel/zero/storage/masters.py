@@ -40,6 +40,8 @@ class MasterPiece:
         shape: (range.numel,) for an elementwise rule, the parameter's shape for a rule that needs full tensors.
         param: fp32 leaf of that shape, a view of the masters; a NaN stand-in while they are not in memory.
         parts: the masters in their parts, between `swap_in` and `swap_out` if an update joins them itself; else None.
+        constructed: states without elements that the optimizer's constructor made for this parameter, such as a seed
+            by its place among all parameters.
     """
 
     range: FlatRange
@@ -47,6 +49,7 @@ class MasterPiece:
     shape: tuple[int, ...]
     param: nn.Parameter = field(init=False)
     parts: SplitMasters | None = field(init=False, default=None)
+    constructed: dict[str, Any] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.param = nn.Parameter(stand_in(self.shape))
@@ -85,6 +88,8 @@ def make_states(optimizer: Optimizer, pieces: Sequence[MasterPiece]) -> None:
     finally:
         for group, own in zip(optimizer.param_groups, params, strict=True):
             group["params"] = own
+    for piece in pieces:
+        optimizer.state[piece.param].update(piece.constructed)
     for param, state in before.items():
         optimizer.state.setdefault(param, state)
 
