@@ -374,7 +374,7 @@ def _stepped(
     twin.place([(group, param) for (group, _), param in zip(starts, params, strict=True)])
     stepped = {index: param for index, param in enumerate(params) if only in (None, index)}
     for group in twin.optimizer.param_groups:
-        group["params"] = [param for param in group["params"] if any(param is kept for kept in stepped.values())]
+        group["params"] = [param for param in group["params"] if any(param is target for target in stepped.values())]
     for step in range(steps):
         for index, param in stepped.items():
             varying = torch.randn(param.shape, generator=torch.Generator().manual_seed(16 * index + step))
