@@ -89,6 +89,9 @@ def subject(text: str | nn.Module | Callable[[], Any]) -> Subject:
     path = Path(text).expanduser()
     if path.exists():
         return _of_folder(path)
+    if text.startswith((".", "/", "~")):  # a path, also where its last part is the name of a known model
+        fix = "pass the path of a config.json or of its folder, or a name without a path"
+        raise ConfigError("MODEL", expected="a path that exists", got=text, fix=fix)
     if match := _COUNT.fullmatch(text.strip().replace("_", "")):
         return _of_count(text, round(float(match[1]) * _UNITS[match[2].lower()]))
     if shape := known_shape(text):

@@ -406,6 +406,8 @@ def test_a_model_that_looks_at_values_is_refused() -> None:
         ("no_such_module_here:f", "there is no module 'no_such_module_here'"),
         ("tests.unit.estimate.test_estimate:nothing", "has no function 'nothing'; it has"),
         ("json:__doc__", "has no function '__doc__'"),
+        ("./Llama-3.2-1B", r"MODEL: expected a path that exists, got '?\./Llama-3\.2-1B"),
+        ("/models/7b", "expected a path that exists"),
         ("platform:python_version", r"python_version\(\): expected a torch.nn.Module, or a module and a function"),
     ],
 )

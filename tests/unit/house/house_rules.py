@@ -66,7 +66,7 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "compat": 4168,
     "config": 4585,
     "data": 1001,
-    "estimate": 2145,
+    "estimate": 2148,
     "offload": 1009,
     "ops": 2446,
     "optim": 1341,
