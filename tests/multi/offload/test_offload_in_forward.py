@@ -68,7 +68,7 @@ def _compare(pairs: list[tuple[dict[str, Any], dict[str, Any]]], steps: int) -> 
 CASES = {
     "bf16 AdamW": {"bf16": {"enabled": True}, "optimizer": ADAMW},
     "fp32 SGD": {"optimizer": SGD, "accumulation": 3},
-    "fp16 Lion": {"fp16": FP16, "optimizer": LION},
+    "fp16 Lion": {"fp16": FP16, "optimizer": LION, "gradient_clipping": 21.4},
     "bf16 AdamW accumulation": {"bf16": {"enabled": True}, "optimizer": ADAMW, "accumulation": 3},
     "fp16 AdamW": {"fp16": FP16, "optimizer": ADAMW, "accumulation": 3},
     "fp32 Lion": {"optimizer": LION},
@@ -90,7 +90,7 @@ def test_an_update_in_the_forward_gives_the_same_bits(ranks: Ranks, tmp_path: Pa
             assert told == [], tier
             assert (0 < skipped < 5) == ("fp16" in name), skipped
             known = [norm for norm in norms if norm is not None]
-            assert min(known) < CLIP < max(known), known
+            assert min(known) < CASES[name].get("gradient_clipping", CLIP) < max(known), known
 
 
 # -- calls between a step and the next forward
