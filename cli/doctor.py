@@ -189,10 +189,11 @@ def _libraries() -> Iterator[Finding]:
 
 def _versions() -> Finding:
     untried = [*untried_versions()]
-    if any("expected" in line for line in untried):
-        return Finding("versions", "BROKEN", "; ".join(untried), "install them in a new environment")
+    lines = "; ".join(line for line, _ in untried)
+    if any(is_too_old for _, is_too_old in untried):
+        return Finding("versions", "BROKEN", lines, "install them in a new environment")
     if untried:
-        return Finding("versions", "works", "; ".join(untried))
+        return Finding("versions", "works", lines)
     return Finding("versions", "works", ", ".join(f"{name} {version(name)}" for name in TRIED if version(name)))
 
 

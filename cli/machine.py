@@ -246,17 +246,18 @@ def version(package: str) -> str:
         return ""
 
 
-def untried_versions() -> Iterator[str]:
-    """Yields a line for each installed library that is older than the oldest supported, or newer than the tests."""
+def untried_versions() -> Iterator[tuple[str, bool]]:
+    """Yields (line, True if it is too old) for each installed library older than supported or newer than tried."""
     for package, (oldest, newest) in TRIED.items():
         found = version(package)
         numbers = _numbers(found)
         if numbers and numbers < _numbers(oldest):
-            yield f"{package} {found}: expected {oldest} or newer: pip install '{package}>={oldest}'"
+            yield f"{package} {found}: expected {oldest} or newer: pip install '{package}>={oldest}'", True
         elif numbers[:2] > _numbers(newest):
+            tried = f"{newest}, the newest that ran zeroaccel's tests"
             yield (
-                f"{package} {found} is newer than {newest}, the newest that ran zeroaccel's tests; if a call fails, "
-                + (f"try pip install '{package}=={newest}.*'")
+                f"{package} {found} is newer than {tried}; if a call fails, try pip install '{package}=={newest}.*'",
+                False,
             )
 
 

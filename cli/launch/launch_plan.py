@@ -196,7 +196,12 @@ def plan_launch(
         port=port,
         address="" if is_dry and not is_known_host(host) else _own_address(settings, host),
         headline=", ".join([*about, *about_cores]),
-        warnings=(*about_program, *about_host, *untried_versions(), *_warnings(settings, num_local, num_devices)),
+        warnings=(
+            *about_program,
+            *about_host,
+            *(line for line, _ in untried_versions()),
+            *_warnings(settings, num_local, num_devices),
+        ),
         cores=cores,
         program=program,
     )

@@ -34,7 +34,7 @@ from zeroaccel.zero.grad_norm import (
     join_facts_on_host,
     stats_on_host,
 )
-from zeroaccel.zero.grad_reducer import GradReducer
+from zeroaccel.zero.grad_reducer import GradientBuffer, GradReducer
 from zeroaccel.zero.weight_update import WeightUpdate
 
 _DIFFERING_ORDER = (
@@ -148,24 +148,21 @@ class StepBoundary:
     def take_stats(self, *, norm: bool) -> GradCheck:
         """Examines complete gradients and compares the ranks; once per step. (all ranks)"""
         ranks, self._examined = self._collectives, self._reducer.changes
-        gradients = self._reducer.gradients
-        # Gradients that several ranks hold, on replicas or along another mesh axis, count once in the norm.
-        counted = [
-            g
-            if ranks.replica == 0 and (ranks.is_first_data_group or g.buffer.is_split) and g.shard is not None
-            else None
-            for g in gradients
-        ]
-        device = self._reducer.device
+        gradients, device = self._reducer.gradients, self._reducer.device
+
+        def counts(gradient: GradientBuffer) -> bool:
+            # Gradients that several ranks hold, on replicas or along another mesh axis, count once in the norm.
+            is_first = ranks.replica == 0 and (ranks.is_first_data_group or gradient.buffer.is_split)
+            return is_first and gradient.shard is not None
+
+        counted = [gradient if counts(gradient) else None for gradient in gradients]
         facts, norms = self._reducer.facts, self.takes_norms
         with named_range("norm"):
             if self._checks_on_device:
-                tensors, own = (
-                    [g.shard for g in gradients if g.shard is not None],
-                    [None if g is None else g.shard for g in counted],
-                )
+                shards = [g.shard for g in gradients if g.shard is not None]
+                in_norm = [None if g is None else g.shard for g in counted]
                 self.check = check_on_device(
-                    tensors, own, ranks, device=device, digests=self._digests(), norm=norm, norms=norms
+                    shards, in_norm, ranks, device=device, digests=self._digests(), norm=norm, norms=norms
                 )
             else:
                 apart = {

@@ -41,7 +41,7 @@ def test_tried_versions_say_nothing(installed: dict[str, str], versions: Mapping
 def test_older_and_newer_versions_are_named(installed: dict[str, str]) -> None:
     installed.update(torch="2.16.0a0+git1", transformers="4.56.1", peft="1.0", trl="0.29.1")
     newer = "is newer than {}, the newest that ran zeroaccel's tests; if a call fails, try pip install '{}'"
-    assert [*machine.untried_versions()] == [
+    assert [line for line, _ in machine.untried_versions()] == [
         "torch 2.16.0a0+git1 " + newer.format("2.15", "torch==2.15.*"),
         "transformers 4.56.1: expected 4.56.2 or newer: pip install 'transformers>=4.56.2'",
         "peft 1.0 " + newer.format("0.21", "peft==0.21.*"),
