@@ -261,7 +261,7 @@ def fair_threads(usable: int, allowed: frozenset[int], local: Iterable[frozenset
 
     Args:
         usable: `usable_cores` of this process.
-        own: `core_set` of this process.
+        allowed: `core_set` of this process.
         local: core sets of all processes of the job on this machine, including this one.
     """
     sharing = sum(bool(allowed & other) for other in local)

@@ -242,9 +242,9 @@ def sum_rows(
     """``totals[i] = ((0 + c0) + c1) + ...`` in float32: row i of every rank; this rank's row comes from `values`.
 
     Args:
-        codes: (W, R, codec.nbytes(n)) contiguous uint8; the codes of rank `own` are unused.
+        codes: (W, R, codec.nbytes(n)) contiguous uint8; row `own_row` is unused.
         values: (M, n) contiguous float32, bfloat16 or float16, as for `quantize_rows` with W * R codes.
-        own: this rank.
+        own_row: this rank's row.
         totals: (R, n) contiguous float32.
         order: as in `quantize_rows`.
     """

@@ -420,7 +420,7 @@ def issue_first(kind: str, probe: Tensor, group: dist.ProcessGroup) -> None:
     """Runs one collective of a kind, with one element per rank. (all ranks of the group)
 
     Args:
-        one: (1,), overwritten.
+        probe: (1,), overwritten.
     """
     ones = probe.new_ones(group.size())
     if kind == "all_gather":

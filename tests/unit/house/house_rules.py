@@ -526,6 +526,31 @@ def variables_say_what_they_are(package: Mapping[str, Source]) -> Iterator[str]:
                 yield source.at(node, f"{name!r} is a participle: name the variable by a noun")
 
 
+def docstrings_name_their_parameters(package: Mapping[str, Source]) -> Iterator[str]:
+    """Each name under `Args:` is a parameter of the function, or a field of the class."""
+    for source in package.values():
+        for node in source.nodes:
+            if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                continue
+            _, found, section = (ast.get_docstring(node) or "").partition("\nArgs:\n")
+            parameters = {each.arg for item in (node, *node.body) for each in _parameters(item)}
+            if not found or (not parameters and isinstance(node, ast.ClassDef)):  # the base class has the parameters
+                continue
+            for line in re.findall(r"^ {4}(\w+(?:, \w+)*):", re.split(r"\n(?=\S)", section)[0], re.MULTILINE):
+                for name in set(line.split(", ")) - parameters:
+                    yield source.at(node, f"{node.name}: {name} under Args is not a parameter")
+
+
+def _parameters(node: ast.stmt) -> list[ast.arg]:
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        return [ast.arg(node.target.id)]
+    if not isinstance(node, ast.FunctionDef):
+        return []
+    arguments = node.args
+    listed = [*arguments.posonlyargs, *arguments.args, arguments.vararg, *arguments.kwonlyargs, arguments.kwarg]
+    return [each for each in listed if each is not None]
+
+
 def functions_stay_short(package: Mapping[str, Source]) -> Iterator[str]:
     """No function has more than `MAX_FUNCTION_LINES`, docstring included, and few more than `LONG_FUNCTION_LINES`."""
     found: list[tuple[int, str]] = []
@@ -675,6 +700,7 @@ PACKAGE_RULES: tuple[Rule, ...] = (
     the_engine_imports_downwards,
     old_words_are_gone,
     variables_say_what_they_are,
+    docstrings_name_their_parameters,
     functions_stay_short,
     classes_stay_small,
     folders_keep_their_size,
