@@ -238,7 +238,7 @@ def as_rank(options: argparse.Namespace) -> dict[str, Any]:
 
 def held_up(engine: Any, folder: Path, forward_and_backward: Callable[[], None]) -> float:
     """Returns the seconds for which a background save blocks the main thread: its call, and before an update."""
-    from zeroaccel.checkpoint.background_save import BackgroundSave
+    from zeroaccel.checkpoint.checkpointer import BackgroundSave
 
     call = timed(engine, lambda: engine.save_checkpoint(folder, tag="beside"))
     forward_and_backward()

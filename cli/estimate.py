@@ -19,7 +19,7 @@ import click
 from zeroaccel.config.parallel import AXES
 from zeroaccel.errors import ConfigError
 
-from .grouped_help import GroupedOptions
+from .main import GroupedOptions
 from .pages.estimate_page import KINDS, chart_page, command, config_of, estimate_page, gb, positions, verdict
 from .pages.frame import COLOURS, check_page_path, write_page
 from .progress import ProgressLine, estimating

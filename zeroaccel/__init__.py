@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from zeroaccel.accelerate.accelerator import Accelerator as Accelerator
     from zeroaccel.accelerate.accelerator_arguments import GradientAccumulationPlugin as GradientAccumulationPlugin
     from zeroaccel.accelerate.accelerator_state import PartialState as PartialState
-    from zeroaccel.accelerate.dummies import DummyOptim as DummyOptim
-    from zeroaccel.accelerate.dummies import DummyScheduler as DummyScheduler
     from zeroaccel.accelerate.kwargs_handlers import AutocastKwargs as AutocastKwargs
     from zeroaccel.accelerate.kwargs_handlers import DDPCommunicationHookType as DDPCommunicationHookType
     from zeroaccel.accelerate.kwargs_handlers import DistributedDataParallelKwargs as DistributedDataParallelKwargs
@@ -26,6 +24,8 @@ if TYPE_CHECKING:
     from zeroaccel.accelerate.kwargs_handlers import ProfileKwargs as ProfileKwargs
     from zeroaccel.accelerate.launchers import debug_launcher as debug_launcher
     from zeroaccel.accelerate.launchers import notebook_launcher as notebook_launcher
+    from zeroaccel.accelerate.prepared_optimizer import DummyOptim as DummyOptim
+    from zeroaccel.accelerate.prepared_optimizer import DummyScheduler as DummyScheduler
     from zeroaccel.accelerate.project import ProjectConfiguration as ProjectConfiguration
     from zeroaccel.accelerate.script_calls import find_executable_batch_size as find_executable_batch_size
     from zeroaccel.accelerate.zero_plugin import DeepSpeedPlugin as DeepSpeedPlugin

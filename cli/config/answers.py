@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
-from zeroaccel.config.launch.launch_json import json_facts
+from zeroaccel.config.launch.resolution import json_facts
 from zeroaccel.config.launch.setting_table import MESH_SIZES
 from zeroaccel.config.section import FLAG_WORDS, as_text
 from zeroaccel.errors import ConfigError, compose

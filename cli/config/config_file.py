@@ -21,8 +21,8 @@ import yaml
 from zeroaccel.checkpoint.atomic_write import write_durably
 from zeroaccel.config.diagnostics import put
 from zeroaccel.config.launch.launch_file import LaunchConfig, blanks, parse_launch_file
-from zeroaccel.config.launch.launch_json import check_json
 from zeroaccel.config.launch.launch_sources import ExplicitSettings
+from zeroaccel.config.launch.resolution import check_json
 from zeroaccel.config.launch.setting_table import MESH_SIZES, SETTINGS
 from zeroaccel.config.section import as_text
 from zeroaccel.config.yaml_text import parse_yaml

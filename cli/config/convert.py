@@ -252,7 +252,7 @@ def _structured(path: Path, text: str, unknown_keys: UnknownKeys) -> tuple[str, 
 def _json(path: Path, unknown_keys: UnknownKeys) -> tuple[str, ...]:
     """Checks a JSON config as a run does, and returns its notes."""
     # Both modules import torch, which the checks of other files do not need.
-    from zeroaccel.setup.compilation import compilation_of
+    from zeroaccel.setup.job import compilation_of
     from zeroaccel.zero.from_config import check_training
 
     config = load_config(path, unknown_keys=unknown_keys)

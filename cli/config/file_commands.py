@@ -17,8 +17,8 @@ from zeroaccel.config.diagnostics import hint
 from zeroaccel.config.launch.launch_file import find_launch_file, read_launch_file
 from zeroaccel.errors import ConfigError
 
-from ..grouped_help import GroupedOptions
 from ..machine import look
+from ..main import GroupedOptions
 from .config_command import HEADINGS, TypedFlags, question_flags
 from .config_file import answers_of, make_config_file, why_not_ask, write_file
 

@@ -20,7 +20,7 @@ from .answers import BACK, PlanAnswers
 from .questions import PLANNED, WizardState, by_key
 
 if TYPE_CHECKING:
-    from zeroaccel.config.launch.launch_json import JsonFacts
+    from zeroaccel.config.launch.resolution import JsonFacts
     from zeroaccel.estimate import Capacity, MeshRow, PlanRow, Workload
 
     from .prompts import Prompts

@@ -17,7 +17,7 @@ from zeroaccel.config.launch.setting import Ask, Choice, Setting
 from zeroaccel.config.launch.setting_table import MESH_SIZES, ROWS
 
 if TYPE_CHECKING:
-    from zeroaccel.config.launch.launch_json import JsonFacts
+    from zeroaccel.config.launch.resolution import JsonFacts
 
     from ..machine import Machine
 
@@ -154,7 +154,7 @@ def _file_check(path: Any, state: WizardState, key: str) -> _Trouble:
 
 
 def _json_check(path: Any, state: WizardState, key: str) -> _Trouble:
-    from zeroaccel.config.launch.launch_json import json_facts
+    from zeroaccel.config.launch.resolution import json_facts
     from zeroaccel.errors import ConfigError
 
     problem, fix = _file_check(path, state, key)

@@ -15,7 +15,7 @@ from click.shell_completion import CompletionItem
 from zeroaccel.config.launch.setting import Setting
 from zeroaccel.config.launch.setting_table import SETTINGS
 
-from ..grouped_help import CONTEXT, GroupedOptions
+from ..main import CONTEXT, GroupedOptions
 from .foreign_flags import ELASTIC_HINTS, foreign_flag_options
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])

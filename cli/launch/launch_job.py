@@ -29,8 +29,8 @@ from zeroaccel.config.schema import Config
 from zeroaccel.errors import ConfigError, Preempted
 
 from ..verify import VARIABLE
-from .cluster_env import cluster_environment
 from .failures import exit_code, explain_failure, first_failure, preemption
+from .hostfile import cluster_environment
 from .launch_machine import check_folders, settings_here
 from .launch_plan import LaunchPlan, Program, ProgramKind, local_rank_option, plan_launch
 from .ssh import MultiNodeJob, describe_node_jobs, is_only_this_machine, plan_node_jobs, ssh_words

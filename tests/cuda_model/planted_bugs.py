@@ -421,7 +421,7 @@ BUGS: Mapping[str, Bug] = {
     ),
     "a step does not wait for the copy of a checkpoint": Bug(
         f"{_BACKGROUND}, both on the host",
-        _with("zeroaccel.checkpoint.background_save.BackgroundSave", "wait_copied", lambda original, save: None),
+        _with("zeroaccel.checkpoint.checkpointer.BackgroundSave", "wait_copied", lambda original, save: None),
         "not ordered after",
     ),
     "a program's stream does not wait for the default one": Bug(

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from zeroaccel import Accelerator, ZeroPlugin
-from zeroaccel.accelerate.dummies import DummyOptim, DummyScheduler
+from zeroaccel.accelerate.prepared_optimizer import DummyOptim, DummyScheduler
 
 
 class Regression(nn.Module):

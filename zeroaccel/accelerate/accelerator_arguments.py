@@ -32,7 +32,7 @@ from zeroaccel.config.launch.launch_sources import LaunchedSettings
 from zeroaccel.config.parallel import ParallelConfig, PipelineConfig, with_config_axes
 from zeroaccel.data import DataLoaderConfiguration
 from zeroaccel.errors import ConfigError, UsageError
-from zeroaccel.setup.compilation import Compilation
+from zeroaccel.setup.job import Compilation
 from zeroaccel.zero.compiled import backend_named
 
 _SHARED_GENERATORS = ("torch", "cuda", "numpy", "python")

@@ -22,8 +22,13 @@ from torch.utils.data import DataLoader
 
 from zeroaccel.accelerate import pretrained_saving
 from zeroaccel.accelerate.accelerator_state import AcceleratorState, Prepared
-from zeroaccel.accelerate.dummies import DummyOptim, DummyScheduler
-from zeroaccel.accelerate.prepared_optimizer import GradientState, PreparedOptimizer, PreparedScheduler
+from zeroaccel.accelerate.prepared_optimizer import (
+    DummyOptim,
+    DummyScheduler,
+    GradientState,
+    PreparedOptimizer,
+    PreparedScheduler,
+)
 from zeroaccel.accelerate.zero_plugin import ZeroPlugin, gather_facts
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
@@ -36,8 +41,7 @@ from zeroaccel.initialization import start
 from zeroaccel.nested import batch_size_of
 from zeroaccel.optim.optimizer_factory import check_optimizer_type
 from zeroaccel.optim.rank_facts import require_same, scheduler_facts
-from zeroaccel.setup.compilation import Compilation
-from zeroaccel.setup.job import JobSpec
+from zeroaccel.setup.job import Compilation, JobSpec
 from zeroaccel.zero.from_config import LoopRules
 
 _OPTIMIZER, _SCHEDULER = "optimizer", "scheduler"

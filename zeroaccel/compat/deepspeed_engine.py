@@ -29,7 +29,7 @@ from zeroaccel.comm.agree import agreed
 from zeroaccel.compat import loss_scale_members, trainer_states, transformers_calls
 from zeroaccel.compat.assertions import asserting
 from zeroaccel.compat.deepspeed_answers import DeepSpeedAnswers
-from zeroaccel.compat.deepspeed_calls import MonitorMaster, StepThroughput
+from zeroaccel.compat.deepspeed_calls import MonitorMaster, StepThroughput, check_expert_marks, note_expert_groups
 from zeroaccel.compat.deepspeed_checkpoints import plain_client_state
 from zeroaccel.compat.deepspeed_comm import require_process_group
 from zeroaccel.compat.deepspeed_pipe import PipelineModule
@@ -37,7 +37,6 @@ from zeroaccel.compat.finder import VERSION
 from zeroaccel.compat.leaf_modules import mark_configured, mark_parameters, marked_names
 from zeroaccel.compat.library_config import from_library, with_clipping
 from zeroaccel.compat.parameters import ParameterOffload, attach, watch_gradients
-from zeroaccel.compat.stubs import check_expert_marks, note_expert_groups
 from zeroaccel.config.document import Document
 from zeroaccel.config.parallel import ParallelConfig, with_config_axes
 from zeroaccel.data import build_dataloader

@@ -27,7 +27,6 @@ _CONFIGURATION = "zeroaccel.compat.deepspeed_config"
 _SECTIONS = "zeroaccel.config.schema_zero"
 _RECOMPUTATION = "zeroaccel.compat.activation_checkpointing"
 _PROFILER = "zeroaccel.compat.flops_profiler"
-_STUBS = "zeroaccel.compat.stubs"
 _MEMBERS = "zeroaccel.compat.loss_scale_members"
 _SEQUENCE_STATE = "zeroaccel.compat.parallel_state_sp"
 _SEQUENCE_CALLS = tuple(
@@ -45,7 +44,7 @@ _INIT = {
     "GatheredParameters": f"{_SHARDING}:DeepSpeedGatheredParameters",
     "Init": f"{_SHARDING}:DeepSpeedInit",
     "ZeroParamStatus": "zeroaccel.compat.parameters:ZeroParamStatus",
-    "unregister_external_parameter": f"{_STUBS}:unregister_external_parameter",
+    "unregister_external_parameter": f"{_CALLS}:unregister_external_parameter",
 }
 _ACCESS = {
     f"safe_{verb}_{part}_{what}": f"{_ZERO}:safe_{verb}_{part}_{what}"
@@ -75,7 +74,7 @@ _COMM = (
         f"{PROFILED} all_gather_coalesced all_reduce_coalesced get_all_ranks_from_group get_global_rank get_local_rank "
         "get_world_group inference_all_reduce init_distributed initialize_mesh_device is_initialized",
     )
-    | _same(_STUBS, "configure log_summary")
+    | _same(_CALLS, "configure log_summary")
     | dict.fromkeys(
         (
             "has_all_gather_into_tensor",
@@ -83,7 +82,7 @@ _COMM = (
             "has_coalescing_manager",
             "has_reduce_scatter_tensor",
         ),
-        f"{_STUBS}:has_coalesced",
+        f"{_CALLS}:has_coalesced",
     )
 )
 _LR_SCHEDULES = _same(_SCHEDULES, "LRRangeTest OneCycle VALID_LR_SCHEDULES WarmupCosineLR WarmupDecayLR WarmupLR")
@@ -158,7 +157,7 @@ SURFACE: Mapping[str, Mapping[str, str]] = {
     },
     "deepspeed.moe": {},
     "deepspeed.moe.utils": _same(
-        _STUBS, "has_moe_layers is_moe_param is_moe_param_group split_params_into_different_moe_groups_for_optimizer"
+        _CALLS, "has_moe_layers is_moe_param is_moe_param_group split_params_into_different_moe_groups_for_optimizer"
     ),
     "deepspeed.monitor": {},
     "deepspeed.monitor.monitor": _same(_CALLS, "MonitorMaster"),
@@ -215,7 +214,7 @@ SURFACE: Mapping[str, Mapping[str, str]] = {
         "is_initialized": f"{_COMMUNICATION}:is_initialized",
     },
     "deepspeed.utils.groups": {
-        **_same(_STUBS, "get_model_parallel_rank get_model_parallel_world_size"),
+        **_same(_CALLS, "get_model_parallel_rank get_model_parallel_world_size"),
         **{f"{at}get_data_parallel_group": f"{_COMMUNICATION}:get_world_group" for at in ("", "_")},
         **{f"{at}get_data_parallel_rank": "torch.distributed:get_rank" for at in ("", "_")},
         **{f"{at}get_data_parallel_world_size": "torch.distributed:get_world_size" for at in ("", "_")},

@@ -37,8 +37,7 @@ from zeroaccel.data.training_data import loader_of
 from zeroaccel.errors import ConfigError, UsageError, listed
 from zeroaccel.logs import log_note, log_once, logger, set_log_level
 from zeroaccel.optim.rank_facts import require_same
-from zeroaccel.setup.compilation import Compilation, compilation_of
-from zeroaccel.setup.job import JobSpec
+from zeroaccel.setup.job import Compilation, JobSpec, compilation_of
 from zeroaccel.setup.optimizer_plan import OptimizerPlan
 from zeroaccel.setup.orders import ordered_config
 from zeroaccel.setup.ranks import JobRanks

@@ -21,7 +21,7 @@ _PROVIDES = {
     "is_compiled_module is_cuda_available is_fp16_available is_torch_version merge_dicts parse_choice_from_env "
     "parse_flag_from_env patch_environment recursively_apply release_memory send_to_device str_to_bool",
     "zeroaccel.accelerate.accelerator_arguments": "GradientAccumulationPlugin TorchDynamoPlugin",
-    "zeroaccel.accelerate.dummies": "DummyOptim DummyScheduler",
+    "zeroaccel.accelerate.prepared_optimizer": "DummyOptim DummyScheduler",
     "zeroaccel.accelerate.kwargs_handlers": "AutocastKwargs DDPCommunicationHookType DistributedDataParallelKwargs "
     "DistributedType GradScalerKwargs InitProcessGroupKwargs KwargsHandler LoggerType PrecisionType ProfileKwargs",
     "zeroaccel.accelerate.project": "ProjectConfiguration",

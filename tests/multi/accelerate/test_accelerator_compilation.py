@@ -19,7 +19,7 @@ from zeroaccel.accelerate.accelerator_arguments import Compilation, compilation_
 from zeroaccel.config import load_config
 from zeroaccel.config.launch.launch_sources import LaunchedSettings
 from zeroaccel.errors import ConfigError
-from zeroaccel.setup import compilation
+from zeroaccel.setup import job
 
 
 class Block(nn.Module):
@@ -198,7 +198,7 @@ def test_the_compile_section_and_engine_compile_change_no_bit(ranks: Ranks, stag
     ],
 )
 def test_the_compile_section_is_read(section: dict[str, Any], expected: tuple[Any, ...] | None) -> None:
-    found = compilation.compilation_of(load_config({"compile": section}))
+    found = job.compilation_of(load_config({"compile": section}))
     if expected is None:
         assert found is None
     else:
@@ -222,7 +222,7 @@ def test_the_compile_section_is_read(section: dict[str, Any], expected: tuple[An
 )
 def test_a_compile_section_that_is_wrong_is_refused_by_key(section: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        compilation.compilation_of(load_config({"compile": section}))
+        job.compilation_of(load_config({"compile": section}))
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroaccel.cli.launch.cluster_env import cluster_environment, expand_nodelist
-from zeroaccel.cli.launch.hostfile import Host, read_hostfile, select_hosts
+from zeroaccel.cli.launch.hostfile import Host, cluster_environment, expand_nodelist, read_hostfile, select_hosts
 from zeroaccel.errors import ConfigError
 
 HOSTS = [Host("node1", (0, 1, 2, 3)), Host("node2", (0, 1, 2, 3)), Host("me@node3", (0, 1, 2, 3))]

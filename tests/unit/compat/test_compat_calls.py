@@ -23,14 +23,20 @@ from zeroaccel.compat.deepspeed_calls import (
     OnDevice,
     RepeatingLoader,
     StepThroughput,
+    check_expert_marks,
     clip_grad_norm_,
+    has_moe_layers,
     instrument_w_nvtx,
+    is_moe_param,
+    is_moe_param_group,
     log_dist_once,
+    note_expert_groups,
     recursive_getattr,
     recursive_setattr,
     see_memory_usage,
     set_log_level_from_string,
     set_random_seed,
+    split_params_into_different_moe_groups_for_optimizer,
 )
 from zeroaccel.compat.deepspeed_config import (
     DeepSpeedConfig,
@@ -42,14 +48,6 @@ from zeroaccel.compat.deepspeed_config import (
 from zeroaccel.compat.device_accelerator import DeviceFacts, get_accelerator, set_accelerator
 from zeroaccel.compat.elastic_batch import compute_elastic_config
 from zeroaccel.compat.flops_profiler import OperationProfiler, duration_to_string, get_model_profile, params_to_string
-from zeroaccel.compat.stubs import (
-    check_expert_marks,
-    has_moe_layers,
-    is_moe_param,
-    is_moe_param_group,
-    note_expert_groups,
-    split_params_into_different_moe_groups_for_optimizer,
-)
 from zeroaccel.config.schema_zero import OffloadParam
 from zeroaccel.errors import ConfigError, EngineStateError, UsageError
 

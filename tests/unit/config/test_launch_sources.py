@@ -15,7 +15,6 @@ from tests.support.refusals import refused
 from zeroaccel.cli.launch.launch_command import setting_flags
 from zeroaccel.cli.launch.typed_settings import TypedSettings
 from zeroaccel.config.launch.launch_file import read_launch_file
-from zeroaccel.config.launch.launch_json import check_json
 from zeroaccel.config.launch.launch_settings import LaunchSettings
 from zeroaccel.config.launch.launch_sources import (
     ExplicitSettings,
@@ -24,7 +23,7 @@ from zeroaccel.config.launch.launch_sources import (
     launched_environment,
     settings_from_environment,
 )
-from zeroaccel.config.launch.resolution import resolve
+from zeroaccel.config.launch.resolution import check_json, resolve
 from zeroaccel.config.launch.setting_table import GROUP_ORDER, SETTINGS
 from zeroaccel.errors import ConfigError
 

@@ -14,6 +14,6 @@ def _imported(module: object) -> set[str]:
 
 
 def test_building_imports_no_rules_of_the_config() -> None:
-    rules = {"zeroaccel.config", "zeroaccel.zero.from_config", "zeroaccel.setup.compilation"}
+    rules = {"zeroaccel.config", "zeroaccel.zero.from_config", "zeroaccel.setup.job"}
     assert rules <= _imported(plan)
     assert not rules & _imported(build)

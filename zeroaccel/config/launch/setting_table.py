@@ -2,7 +2,7 @@
 
 Everything that knows settings derives from these rows: flags and their help (`zeroaccel.cli.launch.launch_command`),
 the model of the launch file (`launch_settings`), the variables that the launcher reads and passes to ranks
-(`launch_sources`), the comparison with a JSON config (`launch_json`), the arguments of `ZeroPlugin`, the questions of
+(`launch_sources`), the comparison with a JSON config (`resolution`), the arguments of `ZeroPlugin`, the questions of
 `zeroaccel config`, its `explain` and `convert`, and the tables of the documentation. A new setting is a new row.
 
 The rows are in the order of the questions; help lists them in this order within each group.
