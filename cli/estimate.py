@@ -234,9 +234,9 @@ def _html(title: str, model: str, what: Subject, requested: Workload, capacity: 
         forms, tables = ClosedForms(at), []
         if not sys.stderr.isatty():
             click.echo(f"zeroaccel: estimating {len(at)} positions of the page's sliders", err=True)
-        for number, one in enumerate(at, 1):
+        for number, position in enumerate(at, 1):
             line.doing = f"estimating the sliders' positions: {number} of {len(at)}"
-            tables.append(plan_table(what, one, capacity, simulate=forms))
+            tables.append(plan_table(what, position, capacity, simulate=forms))
     return estimate_page(title, model, requested, capacity, tables, len(forms.simulated))
 
 
@@ -290,8 +290,8 @@ def _plans(what: Subject, requested: Workload, capacity: Capacity) -> list[PlanR
 def _mesh_rows(what: Subject, requested: Workload, capacity: Capacity, line: ProgressLine) -> list[MeshRow]:
     from zeroaccel.estimate import mesh_table
 
-    def show(one: Workload) -> None:
-        line.doing = f"estimating {what.name} on {one.mesh_name}"
+    def show(candidate: Workload) -> None:
+        line.doing = f"estimating {what.name} on {candidate.mesh_name}"
 
     return mesh_table(what, requested, capacity, on_row=show)
 
@@ -323,9 +323,9 @@ def _smaller(
     found = smaller_that_fits(what, requested, capacity)
     if found is None:
         return {}
-    workload, one = found[0], found[1].estimate
-    facts = {"plan": one.name, "total": one.device.total, "checkpointing": workload.checkpointing}
-    config = config_of(workload, one)
+    workload, estimate = found[0], found[1].estimate
+    facts = {"plan": estimate.name, "total": estimate.device.total, "checkpointing": workload.checkpointing}
+    config = config_of(workload, estimate)
     return {"smaller": {**facts, "command": command(model, workload, capacity), "config": config}}
 
 
@@ -381,10 +381,10 @@ def _show(model: str, workload: Workload, capacity: Capacity, rows: list[PlanRow
 
 
 def _plan_cells(row: PlanRow, local: int) -> list[str]:
-    one = row.estimate
-    parts = (one.device.params, one.device.optimizer, one.device.gradients, one.device.activations)
-    sizes = (*parts, one.device.total, one.host.total * local, one.disk.total * local)
-    return [one.name, *map(gb, sizes), verdict(row, row.recommended)]
+    estimate = row.estimate
+    parts = (estimate.device.params, estimate.device.optimizer, estimate.device.gradients, estimate.device.activations)
+    sizes = (*parts, estimate.device.total, estimate.host.total * local, estimate.disk.total * local)
+    return [estimate.name, *map(gb, sizes), verdict(row, row.recommended)]
 
 
 def _print_table(headings: Sequence[str], rows: _Rows, width: int, *, title: str = "", **look: Any) -> None:
@@ -410,10 +410,10 @@ def _parameters_in_host_memory(rows: list[PlanRow], workload: Workload) -> str:
     """Returns a remark on the host memory of parameters on NVMe; "" without such a plan."""
     from zeroaccel.config.schema_zero import OffloadParam
 
-    one = next((row.estimate for row in rows if row.estimate.offload_param == "nvme"), None)
-    if one is None:
+    estimate = next((row.estimate for row in rows if row.estimate.offload_param == "nvme"), None)
+    if estimate is None:
         return ""
-    settings, nbytes = OffloadParam(), one.host.params * workload.local_ranks
+    settings, nbytes = OffloadParam(), estimate.host.params * workload.local_ranks
     return (
         f"zeroaccel: parameters on nvme take {gb(nbytes)} GB of host memory: the first {settings.max_in_cpu:,}"
         " elements of each rank's shards stay there (offload_param.max_in_cpu), and "
@@ -540,10 +540,10 @@ def _as_json(row: MeshRow) -> dict[str, Any]:
     mesh |= {"ep": row.workload.ep, "dp": row.workload.mesh.dp_shard, "accumulation": row.workload.accumulation}
     if row.plan is None:
         return {"mesh": mesh, "refused": row.refused}
-    one = row.plan.estimate
+    estimate = row.plan.estimate
     return {
         "mesh": mesh,
-        "plan": {**asdict(one), "total": one.device.total},
+        "plan": {**asdict(estimate), "total": estimate.device.total},
         "links": [asdict(link) for link in row.links],
         "idle": row.idle,
         "fits": row.plan.fits,

@@ -104,7 +104,7 @@ def read_run(folder: Path) -> dict[str, Line]:
         )
     # Names are relative to the files' common folder, so that runs with different names have the same metrics.
     shared = os.path.commonpath([file.parent for file in metrics])
-    return {str(file.relative_to(shared)): sorted(line, key=lambda one: one[0]) for file, line in metrics.items()}
+    return {str(file.relative_to(shared)): sorted(line, key=lambda item: item[0]) for file, line in metrics.items()}
 
 
 def read_facts(folder: Path) -> dict[str, str]:
@@ -230,7 +230,7 @@ def _summary(names: Sequence[str], scaled: Mapping[str, Run], unit: str) -> list
 def _metric(metric: str, scaled: Mapping[str, Run], unit: str) -> str:
     """Returns the heading, the chart and the table of one metric."""
     lines = {name: run.get(metric, ()) for name, run in scaled.items()}
-    finite_lines = {name: [one for one in line if math.isfinite(one[1])] for name, line in lines.items()}
+    finite_lines = {name: [point for point in line if math.isfinite(point[1])] for name, line in lines.items()}
     drawn = f"<h2>{escaped(metric)}</h2>"
     found = {value for line in finite_lines.values() for _, value in line}
     if len(found) == 1:  # a constant needs no chart
@@ -275,8 +275,8 @@ def _time_split(runs: Mapping[str, Run]) -> list[str]:
         for split in means.values():
             row += [f"{split[part]:.3f}", f"{100 * split[part] / split['step']:.1f} %"] if part in split else ["-", "-"]
         if len(means) == 2:
-            one, two = means.values()
-            row.append(f"{two[part] / one[part]:.3f}" if part in two and one.get(part) else "-")
+            first, two = means.values()
+            row.append(f"{two[part] / first[part]:.3f}" if part in two and first.get(part) else "-")
         rows.append(row)
     headings = ["part", *(text for name in means for text in (f"{name}, ms", "of the step"))]
     headings += ["second / first"] if len(means) == 2 else []

@@ -265,7 +265,7 @@ _Step = tuple[float, float | None]
 def _means(records: Mapping[str, list[Record]]) -> list[_Step]:
     """Returns each step's loss, the mean over micro-batches and ranks, and its gradient norm."""
     return [
-        (_mean(tuple(_mean(one.losses) for one in step)), step[0].norm) for step in zip(*records.values(), strict=False)
+        (_mean(tuple(_mean(run.losses) for run in step)), step[0].norm) for step in zip(*records.values(), strict=False)
     ]
 
 
@@ -293,7 +293,7 @@ def compare_runs(
     ]
     cure = ""
     for number, ((loss, norm), (own_loss, own_norm)) in enumerate(zip(whole, cut, strict=False), start=1):
-        norms = [f"{'none' if one is None else format(one, '.8g'):>14}" for one in (norm, own_norm)]
+        norms = [f"{'none' if value is None else format(value, '.8g'):>14}" for value in (norm, own_norm)]
         lines.append(f"{number:>4}  {loss:>14.8g}  {own_loss:>14.8g}  {'  '.join(norms)}")
         ratios = _ratio(own_loss, loss), _ratio(own_norm, norm)
         if not cure and any(not abs(ratio - 1) <= tolerance for ratio in ratios):
@@ -354,7 +354,7 @@ def _read(path: Path) -> list[Record]:
 
 def _values(records: dict[str, list[Record]]) -> str:
     """Returns all numbers as text, so that NaN equals NaN."""
-    return repr({name: [(one.losses, one.norm) for one in steps] for name, steps in records.items()})
+    return repr({name: [(record.losses, record.norm) for record in steps] for name, steps in records.items()})
 
 
 def _show(plain: dict[str, list[Record]], chosen: dict[str, list[Record]]) -> None:
@@ -364,15 +364,15 @@ def _show(plain: dict[str, list[Record]], chosen: dict[str, list[Record]]) -> No
     stage = f"stage {reference[0].stage}" if reference else "nothing"
     other = f"stage {ours[0].stage}"
     click.echo(f"{'step':>4}  {'loss, ' + stage:>22}  {'loss, ' + other + ' as configured':>28}  {'difference':>10}")
-    for number, (one, two) in enumerate(zip(reference, ours, strict=False), start=1):
-        first, second = _mean(one.losses), _mean(two.losses)
+    for number, (before, after) in enumerate(zip(reference, ours, strict=False), start=1):
+        first, second = _mean(before.losses), _mean(after.losses)
         click.echo(f"{number:>4}  {first:>22.15g}  {second:>28.15g}  {abs(first - second):>10.3g}")
     largest = max(
         (
             abs(a - b)
             for file, steps in plain.items()
-            for one, two in zip(steps, chosen.get(file, []), strict=False)
-            for a, b in zip((*one.losses, one.norm or 0.0), (*two.losses, two.norm or 0.0), strict=False)
+            for x, y in zip(steps, chosen.get(file, []), strict=False)
+            for a, b in zip((*x.losses, x.norm or 0.0), (*y.losses, y.norm or 0.0), strict=False)
         ),
         default=0.0,
     )

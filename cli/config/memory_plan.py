@@ -298,8 +298,8 @@ def _mesh_rows(model: Model, workload: Workload, capacity: Capacity) -> list[Mes
     with estimating(model.name) as line:
         from zeroaccel.estimate import mesh_table
 
-        def show(one: Workload) -> None:
-            line.doing = f"estimating {model.name} on {one.mesh_name}"
+        def show(candidate: Workload) -> None:
+            line.doing = f"estimating {model.name} on {candidate.mesh_name}"
 
         return mesh_table(model.name, workload, capacity, on_row=show)
 

@@ -59,7 +59,8 @@ def estimate_page(
     at = positions(workload)
     order = [row.estimate.name for row in tables[at.index(workload)]]
     numbers = {
-        _key(one): {row.estimate.name: _numbers(row, one) for row in rows} for one, rows in zip(at, tables, strict=True)
+        _key(at_page): {row.estimate.name: _numbers(row, at_page) for row in rows}
+        for at_page, rows in zip(at, tables, strict=True)
     }
     shown = numbers[_key(workload)]
     rows = tables[at.index(workload)]
@@ -135,15 +136,15 @@ def command(model: str, workload: Workload, capacity: Capacity) -> str:
     return f"zeroaccel estimate {model} {sizes}{again}{_rest(workload, capacity)}"
 
 
-def config_of(workload: Workload, one: Estimate) -> dict[str, Any]:
+def config_of(workload: Workload, estimate: Estimate) -> dict[str, Any]:
     """Returns the JSON config of a plan, as `zeroaccel estimate --config` reads it; without the mesh and the model."""
-    zero: dict[str, Any] = {"stage": one.stage}
-    for key, device in (("offload_optimizer", one.offload_optimizer), ("offload_param", one.offload_param)):
+    zero: dict[str, Any] = {"stage": estimate.stage}
+    for key, device in (("offload_optimizer", estimate.offload_optimizer), ("offload_param", estimate.offload_param)):
         if device != "none":
             zero[key] = {"device": device} | ({"nvme_path": "NVME_PATH"} if device == "nvme" else {})
-    if workload.early_updates and one.offload_optimizer == "cpu":
+    if workload.early_updates and estimate.offload_optimizer == "cpu":
         zero["offload_optimizer"]["update_during"] = "backward"
-    if workload.keeps_share and one.offload_optimizer != "none":
+    if workload.keeps_share and estimate.offload_optimizer != "none":
         key = "device_budget" if workload.device_budget else "ratio"
         zero["offload_optimizer"][key] = getattr(workload, key)
     if workload.frozen_weights:
@@ -216,9 +217,9 @@ def _key(workload: Workload) -> str:
 
 def _numbers(row: PlanRow, workload: Workload) -> list[object]:
     """Returns bytes by kind, host and disk per machine, and the verdict."""
-    one, local = row.estimate, workload.local_ranks
-    kinds = [getattr(one.device, kind) for kind in KINDS]
-    return [*kinds, one.host.total * local, one.disk.total * local, verdict(row, row.recommended)]
+    estimate, local = row.estimate, workload.local_ranks
+    kinds = [getattr(estimate.device, kind) for kind in KINDS]
+    return [*kinds, estimate.host.total * local, estimate.disk.total * local, verdict(row, row.recommended)]
 
 
 def verdict(row: PlanRow, recommended: bool) -> str:
@@ -232,7 +233,7 @@ def _controls(workload: Workload) -> str:
     all_of = positions(workload)
     sliders = []
     for name in ("ranks", "batch", "sequence"):
-        values = sorted({getattr(one, name) for one in all_of})
+        values = sorted({getattr(position, name) for position in all_of})
         at = values.index(getattr(workload, name))
         choices = ",".join(map(str, values))
         sliders.append(

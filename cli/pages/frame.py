@@ -241,6 +241,4 @@ def _thinned(line: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float
         return line
     size = -(-2 * len(line) // _MOST_POINTS)
     runs = [line[start : start + size] for start in range(0, len(line), size)]
-    return [
-        point for run in runs for point in sorted({min(run, key=lambda one: one[1]), max(run, key=lambda one: one[1])})
-    ]
+    return [point for run in runs for point in sorted({min(run, key=lambda at: at[1]), max(run, key=lambda at: at[1])})]

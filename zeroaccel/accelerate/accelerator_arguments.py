@@ -458,7 +458,9 @@ class AcceleratorArguments:
             loaders=loader_settings_of(self.dataloader_config, self.split_batches),
             rng_types=rng_types_of(self.rng_types),
             project=project_of(self.project_dir, project),
-            log_with=[value_of(one) for one in log_with] if isinstance(log_with, (list, tuple)) else value_of(log_with),
+            log_with=[value_of(item) for item in log_with]
+            if isinstance(log_with, (list, tuple))
+            else value_of(log_with),
         )
 
 

@@ -36,7 +36,7 @@ class _TakesValues(enum.EnumMeta):
     """Lets `in` accept a value as well as a member: `"MULTI_GPU" in DistributedType`."""
 
     def __contains__(cls, value: object) -> bool:
-        return value in {member for one in cls for member in (one, one.value)}  # type: ignore[var-annotated]
+        return value in {member for item in cls for member in (item, item.value)}  # type: ignore[var-annotated]
 
 
 class DistributedType(str, enum.Enum, metaclass=_TakesValues):
@@ -300,7 +300,7 @@ def own(kind: type[T], item: Any, where: str) -> T:
         return item
     if type(item).__name__ != kind.__name__:
         raise UsageError(where, expected=f"a {kind.__name__}", got=type(item).__name__)
-    names = [one.name for one in fields(kind)]  # type: ignore[arg-type]
+    names = [entry.name for entry in fields(kind)]  # type: ignore[arg-type]
     return kind(**{name: value_of(getattr(item, name)) for name in names if hasattr(item, name)})
 
 

@@ -130,7 +130,7 @@ class PeerCopies:
         for machine, ranks in enumerate(self._nodes):
             copies = sizes[self._next.index(machine)] if self.num_machines > 1 else 0
             needed = max(2 * (sizes[machine] + copies), sum(sizes) if reads_all else 0)
-            _, room, is_limited = min((found[rank] for rank in ranks), key=lambda one: one[1])
+            _, room, is_limited = min((found[rank] for rank in ranks), key=lambda entry: entry[1])
             if room < needed:
                 where = f"the machine of {self._collectives.named(ranks)}"
                 what = f"two states of {_megabytes(sizes[machine])} of its ranks"
@@ -344,7 +344,7 @@ def next_machines(racks: Sequence[str]) -> list[int]:
         ([1, 2, 0], [2, 3, 0, 1])
     """
     order = sorted(range(len(racks)), key=lambda machine: racks[machine])
-    most = max(racks.count(one) for one in racks)
+    most = max(racks.count(rack) for rack in racks)
     shift = most if most < len(racks) else 1
     after = dict(zip(order, order[shift:] + order[:shift], strict=True))
     return [after[machine] for machine in range(len(racks))]

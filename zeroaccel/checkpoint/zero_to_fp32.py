@@ -1046,7 +1046,7 @@ def _safetensors_file(path: Path, shard: Shard) -> Iterator[Reader]:
         length = int.from_bytes(raw.read(8), "little")
         try:
             header = json.loads(raw.read(length))
-            spans = {name: one["data_offsets"] for name, one in header.items() if name != "__metadata__"}
+            spans = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
             written = {name: (header[name]["dtype"], tuple(header[name]["shape"])) for name in spans}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConversionError(f"{path}: not readable after writing ({error}); remove it and run again") from error

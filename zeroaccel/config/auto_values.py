@@ -263,9 +263,9 @@ def _peak(inputs: RuleInputs) -> Fact[float] | None:
 
 RULES: tuple[Rule, ...] = (
     *(
-        _stated(one.json_path, one.fact_name)
-        for one in SETTINGS.values()
-        if one.fact_name and one.json_path not in ("", _STEPS, "gradient_clipping")
+        _stated(row.json_path, row.fact_name)
+        for row in SETTINGS.values()
+        if row.fact_name and row.json_path not in ("", _STEPS, "gradient_clipping")
     ),
     _sized("reduce_bucket_size", "hidden^2", lambda hidden: hidden * hidden),
     # Not 9 * hidden^2 // 10: libraries that write "auto" here truncate this floating-point product.

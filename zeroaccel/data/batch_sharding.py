@@ -104,8 +104,8 @@ def balanced_items(items: Iterable[T], rules: ShardingRules, tokens: Callable[[T
         by_length = sorted(group[:whole], key=tokens, reverse=True)
         rounds = [by_length[start : start + full] for start in range(0, whole, full)]
         random.Random(f"{epoch} {number}").shuffle(rounds)
-        for one in rounds:
-            yield from chain.from_iterable(_equal_parts(one, rules.world_size, tokens))
+        for round_items in rounds:
+            yield from chain.from_iterable(_equal_parts(round_items, rules.world_size, tokens))
         yield from group[whole:]
 
 

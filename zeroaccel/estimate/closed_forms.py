@@ -56,7 +56,7 @@ class ClosedForms:
         kind = StepKind(stage, on_cpu, offloads_params, pipeline_stage)
         key = kind, _family(workload)
         if key not in self._forms:
-            alike = [one for one in self._workloads if _family(one) == _family(workload)]
+            alike = [other for other in self._workloads if _family(other) == _family(workload)]
             self._forms[key] = _fit(subject, alike, kind)
         form = self._forms[key]
         if form is not None:
@@ -76,13 +76,13 @@ def _family(workload: Workload) -> tuple[bool, int]:
 def _fit(subject: Subject, workloads: Sequence[Workload], kind: StepKind) -> _FittedTrace | None:
     """Fits the closed form; returns None if it would save no simulation, or if memory grows in another way."""
     corners = _corners(workloads)
-    check = next((one for one in workloads if corners and _is_away(one, corners)), None)
+    check = next((workload for workload in workloads if corners and _is_away(workload, corners)), None)
     if check is None or len(workloads) <= len(corners) + 1:
         return None
     low = corners[0]
 
-    def run(one: Workload, length: int) -> MemoryTrace:
-        (trace,), _ = short_traces(subject, one, kind, lengths=(length,), every_operation=True)
+    def run(workload: Workload, length: int) -> MemoryTrace:
+        (trace,), _ = short_traces(subject, workload, kind, lengths=(length,), every_operation=True)
         return _comparable(trace)
 
     _, more = short_traces(subject, low, kind, lengths=(0,), every_operation=True)
@@ -100,7 +100,7 @@ def _fit(subject: Subject, workloads: Sequence[Workload], kind: StepKind) -> _Fi
     # exist if it was estimated before, or the highest. Its own memory must change wherever that of any corner does.
     for place in (low, corners[2]):
         lengths = [changes_of(run(place, length)) for length in (0, 1)]
-        if all(len(one.moments) == len(traces[0].moments) for one, traces in zip(lengths, at_lengths, strict=True)):
+        if all(len(same.moments) == len(traces[0].moments) for same, traces in zip(lengths, at_lengths, strict=True)):
             lengths.append(changes_of(run(place, 2)))
             return _FittedTrace.through(
                 corners, [extrapolate_depth(lengths, more, shorter) for shorter in zip(*at_lengths, strict=True)]
@@ -123,12 +123,12 @@ def _comparable(trace: MemoryTrace) -> MemoryTrace:
         pair
         for phase, group in groupby(named, lambda pair: pair[0].phase)
         for pair in (
-            [(max((one for one, _ in group), key=lambda one: one.total), "update")]
+            [(max((moment for moment, _ in group), key=lambda moment: moment.total), "update")]
             if PHASES[phase % len(PHASES)] == "step"
             else group
         )
     ]
-    return replace(trace, moments=tuple(one for one, _ in pairs), operations=tuple(name for _, name in pairs))
+    return replace(trace, moments=tuple(moment for moment, _ in pairs), operations=tuple(name for _, name in pairs))
 
 
 def _aligned(traces: Sequence[MemoryTrace]) -> list[MemoryTrace]:
@@ -137,7 +137,7 @@ def _aligned(traces: Sequence[MemoryTrace]) -> list[MemoryTrace]:
     Some operations depend on the workload: a single sample's labels are contiguous without a copy, and padding depends
     on the number of ranks. These may be omitted if a common operation next to them has the same memory to `_TOLERANCE`.
     """
-    names = [list(zip((one.phase for one in trace.moments), trace.operations, strict=True)) for trace in traces]
+    names = [list(zip((moment.phase for moment in trace.moments), trace.operations, strict=True)) for trace in traces]
     common = names[0]
     for other in names[1:]:
         common = [common[index] for index, _ in _pairs(common, other)]
@@ -153,19 +153,19 @@ def _aligned(traces: Sequence[MemoryTrace]) -> list[MemoryTrace]:
 
 def _pairs(first: Sequence[object], second: Sequence[object]) -> list[tuple[int, int]]:
     """Returns the indices of the common items of two sequences, in order; [] if too many in a row differ."""
-    pairs, one, other = [], 0, 0
-    while one < len(first) and other < len(second):
-        if first[one] == second[other]:
-            pairs.append((one, other))
-            one, other = one + 1, other + 1
+    pairs, index, other = [], 0, 0
+    while index < len(first) and other < len(second):
+        if first[index] == second[other]:
+            pairs.append((index, other))
+            index, other = index + 1, other + 1
             continue
         skips = ((skipped - more, more) for skipped in range(1, _MOST_SKIPPED + 1) for more in range(skipped + 1))
         for in_first, in_second in skips:
             here, there = (
-                items[at : at + _SAME_AGAIN] for items, at in ((first, one + in_first), (second, other + in_second))
+                items[at : at + _SAME_AGAIN] for items, at in ((first, index + in_first), (second, other + in_second))
             )
             if here and here == there:
-                one, other = one + in_first, other + in_second
+                index, other = index + in_first, other + in_second
                 break
         else:
             return []
@@ -205,21 +205,21 @@ def _corners(workloads: Sequence[Workload]) -> list[Workload]:
 
     Returns [] if the workloads do not include these, or differ in batch or ranks only.
     """
-    low, high = (choose(workloads, key=lambda one: (one.tokens, one.ranks)) for choose in (min, max))
+    low, high = (choose(workloads, key=lambda workload: (workload.tokens, workload.ranks)) for choose in (min, max))
     places = (
         (low.batch, low.sequence, low.ranks),
         (low.batch, high.sequence, low.ranks),
         (high.batch, high.sequence, low.ranks),
         (low.batch, low.sequence, high.ranks),
     )
-    at = {(one.batch, one.sequence, one.ranks): one for one in workloads}
+    at = {(workload.batch, workload.sequence, workload.ranks): workload for workload in workloads}
     return [at[place] for place in places] if len(set(places)) == 4 and at.keys() >= set(places) else []
 
 
-def _is_away(one: Workload, corners: Sequence[Workload]) -> bool:
+def _is_away(case: Workload, corners: Sequence[Workload]) -> bool:
     """Returns True for a workload with the sequence of the lowest corner, but other batches and ranks than it."""
     low, _, high, more_ranks = corners
-    return one.batch == high.batch and one.sequence == low.sequence and low.ranks < one.ranks < more_ranks.ranks
+    return case.batch == high.batch and case.sequence == low.sequence and low.ranks < case.ranks < more_ranks.ranks
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ class _FittedTrace:
         found = [trace for trace in traces if trace is not None]
         if len(found) < len(corners) or any(_pattern(trace) != _pattern(found[0]) for trace in found):
             return None
-        places, (low, longer, high, more_ranks) = [_place(one) for one in corners], [_row(one) for one in found]
+        places, (low, longer, high, more_ranks) = [_place(item) for item in corners], [_row(item) for item in found]
         # One slope after another, so that amounts that are equal at all corners have slopes of exactly zero.
         by_token = (high - longer) / (places[2] - places[1])[0]
         tokens, sequence, _ = places[1] - places[0]
@@ -267,10 +267,10 @@ class _FittedTrace:
         rest = row[split:].tolist()
         numels = rest[: len(self.like.shards)]
         shards = [
-            (round(one), nbytes // max(was, 1)) for one, (was, nbytes) in zip(numels, self.like.shards, strict=True)
+            (round(real), nbytes // max(was, 1)) for real, (was, nbytes) in zip(numels, self.like.shards, strict=True)
         ]
         # A shard has whole elements; the unsharded memory does not depend on this rounding.
-        off = round(sum((numel - one) * itemsize for one, (numel, itemsize) in zip(numels, shards, strict=True)))
+        off = round(sum((numel - real) * itemsize for real, (numel, itemsize) in zip(numels, shards, strict=True)))
         trained, sent = (
             rest[len(shards) : len(shards) + len(self.like.trained)],
             rest[len(shards) + len(self.like.trained) :],

@@ -105,7 +105,7 @@ def shape_of(numel: int) -> Shape:
     inner, heads = max(1, round(mlp_numel / (3 * layers * width))), width // head
     if head == _HEAD_DIM:  # divisible among ranks: multiples of 8 heads that divide the width, of 16 columns
         heads = min(
-            (count for count in range(8, width // 8, 8) if width % count == 0), key=lambda one: abs(one - heads)
+            (count for count in range(8, width // 8, 8) if width % count == 0), key=lambda number: abs(number - heads)
         )
         inner = max(1, round(inner / 16)) * 16
     return Shape(layers, width, inner, vocabulary, heads, width // heads)
@@ -149,7 +149,7 @@ class _Block(nn.Module):
 def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, _: Any) -> tuple[Tensor, None]:
     """(B, H, S, D) and twice (B, K, S, D) -> (B, S, H, D); has the interface of transformers' attention functions."""
     if (groups := module.num_key_value_groups) > 1:
-        k, v = (one.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2) for one in (k, v))
+        k, v = (tensor.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2) for tensor in (k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2), None
 
 

@@ -108,7 +108,7 @@ def _grow(
     first, second, third, *others = sequences
     if not any(sequences):
         return []
-    if others and [len(one) for one in others] != [len(first), len(second)]:
+    if others and [len(sequence) for sequence in others] != [len(first), len(second)]:
         return None
     size = len(third) - len(second)
     if size != len(second) - len(first) or not first or len(third) > 2 * len(first) + 1:

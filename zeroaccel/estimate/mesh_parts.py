@@ -41,7 +41,7 @@ class Part(NamedTuple):
 
 def axes_of(mesh: ParallelConfig) -> list[AxisEstimate]:
     """Returns the axes of a mesh with several ranks, except those of ZeRO."""
-    return [one for axis in AXES if (one := axis.estimate(mesh)) is not None]
+    return [estimate for axis in AXES if (estimate := axis.estimate(mesh)) is not None]
 
 
 def places_of(subject: Subject, workload: Workload) -> Sequence[int]:

@@ -92,7 +92,7 @@ def crossing_share(workload: Workload, axis: str) -> float:
         >>> crossing_share(Workload(ranks=16, ranks_per_machine=8, tp=8), "tp")
         0.0
     """
-    receivers = {one.name: one.receivers for one in axes_of(workload.mesh)}.get(axis, "all")
+    receivers = {item.name: item.receivers for item in axes_of(workload.mesh)}.get(axis, "all")
     crossing = pairs = 0
     for group in _groups(workload, axis):
         machines = [rank // workload.local_ranks for rank in group]
@@ -102,7 +102,7 @@ def crossing_share(workload: Workload, axis: str) -> float:
         else:
             following = [*machines[1:], *(machines[:1] if receivers == "ring" else [])]
             pairs += len(following)
-            crossing += sum(one != other for one, other in zip(machines, following, strict=False))
+            crossing += sum(item != other for item, other in zip(machines, following, strict=False))
     return crossing / pairs if pairs else 0.0
 
 
@@ -130,7 +130,7 @@ def meshes_of(workload: Workload, experts: int = 1) -> Iterator[Workload]:
                 found.append(workload.on_mesh(*sizes, ep=ep))
             except UsageError:  # a mesh that the engine does not have, or a sequence that sp does not divide
                 continue
-    return iter(sorted(found, key=lambda one: (one.sample_ranks, one.sizes, one.ep)))
+    return iter(sorted(found, key=lambda candidate: (candidate.sample_ranks, candidate.sizes, candidate.ep)))
 
 
 def mesh_table(
@@ -156,9 +156,9 @@ def mesh_table(
     """
     what = model if isinstance(model, Subject) else subject(model)
     rows = []
-    for one in meshes_of(workload, experts_of(what)):
-        on_row(one)
-        rows.append(mesh_row(what, one, capacity))
+    for candidate in meshes_of(workload, experts_of(what)):
+        on_row(candidate)
+        rows.append(mesh_row(what, candidate, capacity))
     best = min((row for row in rows if row.plan is not None and row.plan.fits), key=_order, default=None)
     if best is None:
         return rows
@@ -177,8 +177,8 @@ def mesh_row(what: Subject, workload: Workload, capacity: Capacity) -> MeshRow:
 
 def _order(row: MeshRow) -> tuple[float, ...]:
     assert row.plan is not None, "a mesh that fits has a plan"
-    one = row.plan.estimate
-    offloads = (one.offload_optimizer != "none") + (one.offload_param != "none")
+    estimate = row.plan.estimate
+    offloads = (estimate.offload_optimizer != "none") + (estimate.offload_param != "none")
     crosses = any(_crossing_in_blocks(row))  # ranks wait for slow links in every block
     return offloads, crosses, row.workload.sample_ranks, row.across, row.idle, row.inside
 
@@ -198,7 +198,7 @@ def needless_crossing(what: Subject, row: MeshRow, capacity: Capacity) -> str:
     crossing = _crossing_in_blocks(row)
     if not crossing:
         return ""
-    link, chosen, local = max(crossing, key=lambda one: one.across), row.workload, row.workload.local_ranks
+    link, chosen, local = max(crossing, key=lambda item: item.across), row.workload, row.workload.local_ranks
     words = (
         f"{link.axis} {getattr(chosen, link.axis)} spans machines of {local} "
         f"rank{'s' if local > 1 else ''}: each rank sends {link.across / 1e9:.3g} GB per step to other machines for it"

@@ -109,8 +109,8 @@ def estimates(
                 for index in places_of(what, workload)
             }
         of_stages = {
-            index: _with_offload(one, workload, stage, optimizer, param, on_cpu=on_cpu)
-            for index, one in simulated[kind].items()
+            index: _with_offload(memory, workload, stage, optimizer, param, on_cpu=on_cpu)
+            for index, memory in simulated[kind].items()
         }
         index = max(of_stages, key=lambda place: of_stages[place].device.total)
         sent = _most_sent(simulated[kind].values())
@@ -120,7 +120,7 @@ def estimates(
 
 def _most_sent(stages: Collection[Simulated]) -> dict[str, int]:
     """Returns axis -> bytes for the pipeline stage whose ranks send the most along that axis."""
-    return {axis: max(one.sent.get(axis, 0) for one in stages) for one in stages for axis in one.sent}
+    return {axis: max(stage.sent.get(axis, 0) for stage in stages) for stage in stages for axis in stage.sent}
 
 
 def plan_table(
@@ -133,8 +133,8 @@ def plan_table(
     """Compares all plans with a machine's capacity: the recommended row first, then the others in order of `PLANS`."""
     plans = _plans_for(workload)
     rows = [
-        PlanRow(one, *check_capacity(one, workload, capacity))
-        for one in estimate(model, workload, plans, on_cpu=capacity.on_cpu, simulate=simulate)
+        PlanRow(plan, *check_capacity(plan, workload, capacity))
+        for plan in estimate(model, workload, plans, on_cpu=capacity.on_cpu, simulate=simulate)
     ]
     best = next((index for index, row in enumerate(rows) if row.fits), None)
     if best is None:
@@ -145,8 +145,8 @@ def plan_table(
 def first_that_fits(what: Subject, workload: Workload, capacity: Capacity) -> PlanRow:
     """Returns the recommended row of `plan_table` without estimating later plans; the smallest plan if none fits."""
     rows = []
-    for one in estimates(what, workload, _plans_for(workload), on_cpu=capacity.on_cpu):
-        row = PlanRow(one, *check_capacity(one, workload, capacity))
+    for plan in estimates(what, workload, _plans_for(workload), on_cpu=capacity.on_cpu):
+        row = PlanRow(plan, *check_capacity(plan, workload, capacity))
         if row.fits is not False:
             return replace(row, recommended=bool(row.fits))
         rows.append(row)
@@ -158,26 +158,28 @@ def smaller_that_fits(what: Subject, workload: Workload, capacity: Capacity) -> 
 
     The samples per step stay the same, if halving the batch allows it.
     """
-    one = workload
-    while not one.checkpointing or one.batch > 1:
-        if one.checkpointing:
-            batch = one.batch // 2
-            one = replace(one, batch=batch, accumulation=max(one.accumulation, one.accumulation * one.batch // batch))
+    case = workload
+    while not case.checkpointing or case.batch > 1:
+        if case.checkpointing:
+            batch = case.batch // 2
+            case = replace(
+                case, batch=batch, accumulation=max(case.accumulation, case.accumulation * case.batch // batch)
+            )
         else:
-            one = replace(one, checkpointing=True)
-        row = first_that_fits(what, one, capacity)
+            case = replace(case, checkpointing=True)
+        row = first_that_fits(what, case, capacity)
         if row.fits:
-            return one, row
+            return case, row
     return None
 
 
-def check_capacity(one: Estimate, workload: Workload, capacity: Capacity) -> tuple[bool | None, str]:
+def check_capacity(plan: Estimate, workload: Workload, capacity: Capacity) -> tuple[bool | None, str]:
     """Returns (True if the plan fits, or None without known capacity; the memory that is too small, or "").
 
     The ranks of a machine share its host memory and disk.
     """
     fits: bool | None = None
-    for name, nbytes, available in _needs(one, workload, capacity):
+    for name, nbytes, available in _needs(plan, workload, capacity):
         if available is None:
             continue
         fits = True
@@ -186,14 +188,14 @@ def check_capacity(one: Estimate, workload: Workload, capacity: Capacity) -> tup
     return fits, ""
 
 
-def _needs(one: Estimate, workload: Workload, capacity: Capacity) -> Iterator[tuple[str, int, int | None]]:
+def _needs(plan: Estimate, workload: Workload, capacity: Capacity) -> Iterator[tuple[str, int, int | None]]:
     local = workload.local_ranks
     if capacity.on_cpu:
-        yield "host", (one.device.total + one.host.total) * local, capacity.host
+        yield "host", (plan.device.total + plan.host.total) * local, capacity.host
     else:
-        yield "device", one.device.total, capacity.device
-        yield "host", one.host.total * local, capacity.host
-    yield "disk", one.disk.total * local, capacity.disk
+        yield "device", plan.device.total, capacity.device
+        yield "host", plan.host.total * local, capacity.host
+    yield "disk", plan.disk.total * local, capacity.disk
 
 
 def _plans_for(workload: Workload) -> Sequence[tuple[int, Offload, Offload]]:

@@ -113,12 +113,12 @@ SHAPES = ShapesOnly()
 def _has_constants(value: Any) -> bool:
     if isinstance(value, Tensor):
         return not value.is_meta
-    return type(value) is list and any(isinstance(one, Tensor) and not one.is_meta for one in value)
+    return type(value) is list and any(isinstance(item, Tensor) and not item.is_meta for item in value)
 
 
 def _tensors(args: Sequence[Any]) -> Iterator[Tensor]:
     for value in args:
-        yield from (one for one in (value if isinstance(value, list) else [value]) if isinstance(one, Tensor))
+        yield from (item for item in (value if isinstance(value, list) else [value]) if isinstance(item, Tensor))
 
 
 def _on_meta(args: Sequence[Any]) -> tuple[Any, ...]:
@@ -126,7 +126,7 @@ def _on_meta(args: Sequence[Any]) -> tuple[Any, ...]:
 
     def without(value: Any) -> Any:
         if type(value) is list:
-            return [without(one) for one in value]
+            return [without(item) for item in value]
         if not isinstance(value, Tensor) or value.is_meta or not value.dim():
             return value
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
@@ -156,16 +156,16 @@ class _OperationFacts:
 
 def _key(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
-        return tuple([(one.shape, one.stride(), one.dtype) if isinstance(one, Tensor) else _key(one) for one in value])
+        return tuple([(t.shape, t.stride(), t.dtype) if isinstance(t, Tensor) else _key(t) for t in value])
     return type(value), value  # 1, 1.0 and True are equal, but give results of different types
 
 
 def _layouts(result: Any) -> tuple[Any, ...]:
     """Returns (size, stride, dtype) of each tensor; () for other results, including lists of tensors."""
     results = result if isinstance(result, tuple) else (result,)
-    if not all(one is None or isinstance(one, Tensor) for one in results):
+    if not all(t is None or isinstance(t, Tensor) for t in results):
         return ()
-    return tuple(None if one is None else (one.shape, one.stride(), one.dtype) for one in results)
+    return tuple(None if t is None else (t.shape, t.stride(), t.dtype) for t in results)
 
 
 @contextmanager
@@ -201,9 +201,9 @@ def _attend(
         query.is_meta
         and not dropout_p
         and not (attn_mask is not None and attn_mask.requires_grad)
-        and {one.dim() for one in tensors} == {4}
-        and len({one.shape[-1] for one in tensors}) == 1
-        and all(one.stride(-1) == 1 for one in tensors)
+        and {tensor.dim() for tensor in tensors} == {4}
+        and len({tensor.shape[-1] for tensor in tensors}) == 1
+        and all(tensor.stride(-1) == 1 for tensor in tensors)
     )
     if not is_fused:
         settings = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, **more}
@@ -227,20 +227,20 @@ def _by_rule(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tup
 
 
 def _pointwise(*args: Any) -> tuple[Layout, ...] | None:
-    tensors = [one for one in args if isinstance(one, Tensor)]
+    tensors = [t for t in args if isinstance(t, Tensor)]
     # With zero-dimensional or integer tensors, the dtype follows other rules.
-    if not all(one.dim() and one.is_floating_point() for one in tensors) or any(type(one) is complex for one in args):
+    if not all(t.dim() and t.is_floating_point() for t in tensors) or any(type(t) is complex for t in args):
         return None
-    dtype = reduce(torch.promote_types, [one.dtype for one in tensors])
-    if all(one.is_contiguous() for one in tensors):
-        aligned = zip_longest(*(reversed(one.shape) for one in tensors), fillvalue=1)
+    dtype = reduce(torch.promote_types, [t.dtype for t in tensors])
+    if all(t.is_contiguous() for t in tensors):
+        aligned = zip_longest(*(reversed(t.shape) for t in tensors), fillvalue=1)
         shape = [next((size for size in sizes if size != 1), 1) for sizes in aligned]
         return (_contiguous(shape[::-1], dtype),)
     first = tensors[0]
     if len(tensors) == 1 and 0 in first.stride():  # an expanded tensor; its result is not expanded
         others = [stride for stride in first.stride() if stride]
         return (_contiguous(first.shape, dtype),) if others == sorted(others, reverse=True) else None
-    if any((one.shape, one.stride()) != (first.shape, first.stride()) for one in tensors[1:]) or 1 in first.shape[1:]:
+    if any((t.shape, t.stride()) != (first.shape, first.stride()) for t in tensors[1:]) or 1 in first.shape[1:]:
         return None
     # The result has the same permutation as a permuted contiguous tensor.
     strides = first.stride()
@@ -248,8 +248,8 @@ def _pointwise(*args: Any) -> tuple[Layout, ...] | None:
     return ((first.shape, first.stride(), dtype),) if first.permute(order).is_contiguous() else None
 
 
-def _like(one: Tensor) -> tuple[Layout, ...] | None:
-    return (_contiguous(one.shape, one.dtype),) if one.is_contiguous() else None
+def _like(tensor: Tensor) -> tuple[Layout, ...] | None:
+    return (_contiguous(tensor.shape, tensor.dtype),) if tensor.is_contiguous() else None
 
 
 def _reduction(values: Tensor, dims: Sequence[int], keep: bool = False) -> tuple[Layout, ...] | None:
@@ -296,9 +296,9 @@ def _attention(query: Tensor, *_: Any) -> tuple[Layout, ...] | None:
 
 def _attention_backward(_: Tensor, *tensors: Any) -> tuple[Layout, ...]:
     layouts = []
-    for one in tensors[:3]:
-        _batch, heads, length, width = one.shape
-        layouts.append((one.shape, (length * heads * width, width, heads * width, 1), one.dtype))
+    for tensor in tensors[:3]:
+        _batch, heads, length, width = tensor.shape
+        layouts.append((tensor.shape, (length * heads * width, width, heads * width, 1), tensor.dtype))
     return tuple(layouts)
 
 

@@ -93,7 +93,7 @@ def simulate(
     """
     kind = StepKind(stage, on_cpu, offloads_params, pipeline_stage)
     traces, more = short_traces(subject, workload, kind)
-    trace = extrapolate_depth([changes_of(one) for one in traces], more) if more else traces[0]
+    trace = extrapolate_depth([changes_of(short) for short in traces], more) if more else traces[0]
     if trace is None:
         (trace,), _ = short_traces(subject, workload, kind, lengths=())
     return simulated(trace, workload, pipeline_stage)
@@ -128,12 +128,7 @@ def short_traces(
     """
     sent = SentBytes()
     part = part_of(subject, workload, kind.pipeline_stage, sent)
-    how = _How(
-        kind.on_cpu,
-        kind.offloads_params,
-        sent,
-        subject.name,
-    )
+    how = _How(kind.on_cpu, kind.offloads_params, sent, subject.name)
     # The extrapolation counts from both ends, so a short model has as many blocks behind those of another kind.
     shortest = _EDGES + 2 * subject.leading + _blocks_at_once(subject, workload, kind)
 

@@ -270,7 +270,7 @@ def _of_known_config(name: str, known: ModelConfig) -> Subject:
         return model, _transformers_step
 
     note = f"{known.numel:,} parameters in {periods * known.period} layers of {known.model_type}"
-    if any(known is CONFIGS[one] for one in READ_PICTURES):
+    if any(known is CONFIGS[listed_name] for listed_name in READ_PICTURES):
         note += ": only the text model, without its vision tower and projector"
     return Subject(name, note, build, periods, build, known.numel // periods, known.leading)
 

@@ -34,19 +34,19 @@ def mark_changed(before: Tensor, after: Tensor, bits: Tensor) -> None:
         >>> bits
         tensor([2, 1], dtype=torch.uint8)
     """
-    one, other = before.view(torch.int16), after.view(torch.int16)
-    if one.device.type != "cpu":
-        kernels = kernels_for(one.device)
+    old, new = before.view(torch.int16), after.view(torch.int16)
+    if old.device.type != "cpu":
+        kernels = kernels_for(old.device)
         mark = _mark_in_torch if kernels is None else kernels.mark_changed
-        if one.numel():
-            mark(one, other, bits)
+        if old.numel():
+            mark(old, new, bits)
         return
 
     def bind() -> Callable[[int, int], None]:
-        x, y, b = [unowned_array(tensor) for tensor in (one, other, bits)]
+        x, y, b = [unowned_array(tensor) for tensor in (old, new, bits)]
         return lambda start, stop: _mark(x[start:stop], y[start:stop], b[start // 8 : (stop + 7) // 8])
 
-    launch("mark changed", one.numel(), bind, reads=[one, other, bits], writes=[bits])
+    launch("mark changed", old.numel(), bind, reads=[old, new, bits], writes=[bits])
 
 
 @compiled

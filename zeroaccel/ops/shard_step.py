@@ -256,10 +256,10 @@ class ShardOptimizer(NativeOptimizer):
             if name in state:
                 continue
             if dtype is torch.uint8:
-                one = moments.to_format(torch.full((1,), fill, device=param.device), name, dtype, signed=signed)
+                sample = moments.to_format(torch.full((1,), fill, device=param.device), name, dtype, signed=signed)
                 blocks = -(-param.numel() // BLOCK_NUMEL)
                 for entry, shape in ((name, param.shape), (moments.exponents_name(name), (blocks,))):
-                    state[entry] = self._empty_state(param, shape, one[entry].dtype).copy_(one[entry])
+                    state[entry] = self._empty_state(param, shape, sample[entry].dtype).copy_(sample[entry])
             else:
                 state[name] = self._empty_state(param, param.shape, dtype).fill_(fill)
 

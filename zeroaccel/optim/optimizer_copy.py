@@ -145,9 +145,9 @@ def has_stepped(optimizer: Optimizer) -> bool:
     return False
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
+def _same(first: Tensor, other: Tensor) -> bool:
     """Returns True if two tensors have the same values; NaNs, which sharded parameters show, are equal."""
-    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
+    return first.shape == other.shape and bool(((first == other) | ((first != first) & (other != other))).all())
 
 
 def _is_new(optimizer: Optimizer, index: int, param: Tensor) -> bool:
@@ -268,9 +268,9 @@ def _random_states() -> tuple[Tensor, Any, Any]:
     return torch.get_rng_state(), random.getstate(), np.random.get_state()
 
 
-def _same_states(one: tuple[Tensor, Any, Any], other: tuple[Tensor, Any, Any]) -> bool:
-    arrays = all(np.array_equal(a, b) for a, b in zip(one[2], other[2], strict=True))
-    return torch.equal(one[0], other[0]) and one[1] == other[1] and arrays
+def _same_states(first: tuple[Tensor, Any, Any], other: tuple[Tensor, Any, Any]) -> bool:
+    arrays = all(np.array_equal(a, b) for a, b in zip(first[2], other[2], strict=True))
+    return torch.equal(first[0], other[0]) and first[1] == other[1] and arrays
 
 
 def groups_out_of_reach(optimizer: Optimizer) -> list[int]:
@@ -352,7 +352,7 @@ def coupling(optimizer: Optimizer) -> str:
         except Exception as error:
             return f"it cannot step one parameter without the others ({type(error).__name__}: {error})"
         compared = zip(together, alone, starts, strict=True)
-        is_same = has_drawn() or all(_agree(one, other, start) for one, other, (_, start) in compared)
+        is_same = has_drawn() or all(_agree(first, other, start) for first, other, (_, start) in compared)
     return "" if is_same else "its update of a parameter depends on other parameters"
 
 
@@ -391,7 +391,7 @@ def _start(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return (values - 0.5) * 10 ** (-8 * magnitudes)
 
 
-def _agree(one: Tensor, other: Tensor, start: Tensor) -> bool:
+def _agree(first: Tensor, other: Tensor, start: Tensor) -> bool:
     """Returns True if two results are equal up to rounding, relative to their distance from the start."""
-    allowed = (one - start).abs() * _RTOL + one.abs() * _ROUNDINGS
-    return bool((((one - other).abs() <= allowed) | (one == other) | (one.isnan() & other.isnan())).all())
+    allowed = (first - start).abs() * _RTOL + first.abs() * _ROUNDINGS
+    return bool((((first - other).abs() <= allowed) | (first == other) | (first.isnan() & other.isnan())).all())

@@ -54,13 +54,13 @@ class Band:
         """
         known, name = _parts_of(function)
         if name in ("and_masks", "or_masks"):
-            parts = [cls.of(one) for one in known["mask_functions"]]
-            bands = [one for one in parts if one is not None]
+            parts = [cls.of(item) for item in known["mask_functions"]]
+            bands = [item for item in parts if item is not None]
             if len(bands) < len(parts):
                 return None
             end = min if name == "and_masks" else max
-            exact = name == "and_masks" and all(one.exact for one in bands)
-            return cls(end(one.before for one in bands), end(one.after for one in bands), exact)
+            exact = name == "and_masks" and all(item.exact for item in bands)
+            return cls(end(item.before for item in bands), end(item.after for item in bands), exact)
         if name == "sliding_window_overlay":
             return cls(before=known["sliding_window"] - 1)
         if name == "sliding_window_bidirectional_overlay":
@@ -91,7 +91,7 @@ def with_blocks(function: MaskFunction, whole: Callable[[Tensor], Tensor]) -> Ma
     known, name = _parts_of(function)
     if name in ("and_masks", "or_masks"):
         parts = known["mask_functions"]
-        changed = [with_blocks(one, whole) for one in parts]
+        changed = [with_blocks(item, whole) for item in parts]
         is_changed = any(new is not old for new, old in zip(changed, parts, strict=True))
         return getattr(masking_utils, name)(*changed) if is_changed else function
     return masking_utils.blockwise_overlay(whole(known["block_sequence_ids"])) if name == _BLOCKS else function

@@ -97,7 +97,7 @@ class Dealing:
         # Smaller ones between two ranks: each has half of the sequence, besides pieces of the other on their way.
         split = 2 if size == 2 else 1
         place, count = rank % size, 2 * size * split
-        numbers = [one * split + part for one in (place, 2 * size - 1 - place) for part in range(split)]
+        numbers = [position * split + part for position in (place, 2 * size - 1 - place) for part in range(split)]
         return [range(length * number // count, length * (number + 1) // count) for number in numbers]
 
     def all_pieces(self, run: int) -> list[range]:

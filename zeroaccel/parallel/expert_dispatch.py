@@ -251,7 +251,7 @@ def _parts(experts: Experts, routes: Sequence[Route]) -> list[dict[str, Tensor]]
     if len(routes) == 1:
         return [{}]
     # One split for all routes: its backward joins their gradients once.
-    sizes = [one.last - one.first for one in routes]
+    sizes = [route.last - route.first for route in routes]
     split = {key: getattr(experts.module, key).split(sizes) for key in experts.params}
     return [{key: parts[place] for key, parts in split.items()} for place in range(len(routes))]
 
@@ -281,20 +281,20 @@ def _dispatched(
     parts = zip(routes, _cut(all_rows, routes), _cut(all_scales, routes), _parts(experts, routes), strict=True)
     del all_rows, all_scales
     returned = []
-    for one, rows, scales, params in parts:
-        rows, scales = _Send.apply(rows, scales, ranks, one.sent, one.received)  # type: ignore[no-untyped-call]
-        ids, idle = one.ids, not len(rows)
+    for route, rows, scales, params in parts:
+        rows, scales = _Send.apply(rows, scales, ranks, route.sent, route.received)  # type: ignore[no-untyped-call]
+        ids, idle = route.ids, not len(rows)
         if idle:
             rows, scales = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), torch.cat([scales, scales.new_zeros(1)])
             ids = ids.new_zeros(1)
-        experts.module.num_experts = one.last - one.first  # type: ignore[assignment]
+        experts.module.num_experts = route.last - route.first  # type: ignore[assignment]
         try:
             with experts.using(params) if params else nullcontext():
                 out = compute(rows, ids.unsqueeze(1).to(choices.dtype), scales.unsqueeze(1))
         finally:
             experts.module.num_experts = experts.count  # type: ignore[assignment]
         out = out[:0] if idle else out
-        returned.append(_Move.apply(out, ranks, one.received, one.sent, _BACK))  # type: ignore[no-untyped-call]
+        returned.append(_Move.apply(out, ranks, route.received, route.sent, _BACK))  # type: ignore[no-untyped-call]
     joined = _join(returned, routes)
     placed = joined.new_zeros(choices.numel(), joined.shape[1]).index_copy(0, order, joined)
     return placed.view(*choices.shape, -1).sum(1).to(hidden.dtype)
@@ -304,7 +304,7 @@ def _cut(rows: Tensor, routes: Sequence[Route]) -> list[Tensor]:
     """Divides rows that are sorted by expert among the routes."""
     if len(routes) == 1:
         return [rows]
-    pieces = rows.split([sent for of_rank in zip(*(one.sent for one in routes), strict=True) for sent in of_rank])
+    pieces = rows.split([sent for of_rank in zip(*(route.sent for route in routes), strict=True) for sent in of_rank])
     return [torch.cat(pieces[place :: len(routes)]) for place in range(len(routes))]
 
 
@@ -312,7 +312,7 @@ def _join(parts: Sequence[Tensor], routes: Sequence[Route]) -> Tensor:
     """Joins the rows of all routes by expert: the inverse of `_cut`."""
     if len(routes) == 1:
         return parts[0]
-    pieces = [part.split(one.sent) for part, one in zip(parts, routes, strict=True)]
+    pieces = [part.split(route.sent) for part, route in zip(parts, routes, strict=True)]
     return torch.cat([piece for of_rank in zip(*pieces, strict=True) for piece in of_rank])
 
 
@@ -363,11 +363,11 @@ def _dispatched_by_scores(
     order, routes = choose(choices, hidden_states)
     places = (choices * len(choices) + tokens).reshape(-1)[order]
     returned = []
-    for one, rows, params in zip(routes, _cut(hidden_states[places], routes), _parts(experts, routes), strict=True):
-        ids, own, sent, received = one.ids, one.last - one.first, one.sent, one.received
+    for route, rows, params in zip(routes, _cut(hidden_states[places], routes), _parts(experts, routes), strict=True):
+        ids, own, sent, received = route.ids, route.last - route.first, route.sent, route.received
         rows = _Move.apply(rows, ranks, sent, received, _OUT)  # type: ignore[no-untyped-call]
         # Row n of expert e goes to place n of the expert's `room` places.
-        room, by_expert = max(one.fullest, 1), ids.argsort(stable=True)
+        room, by_expert = max(route.fullest, 1), ids.argsort(stable=True)
         counts = ids.new_zeros(own).scatter_add_(0, ids, torch.ones_like(ids))
         sorted_ids = ids[by_expert]
         within = torch.arange(len(ids), device=ids.device) - (counts.cumsum(0) - counts)[sorted_ids]
@@ -381,7 +381,7 @@ def _dispatched_by_scores(
 
 def _check_routing(name: str, hidden: Tensor, choices: Tensor, weights: Tensor) -> None:
     """Refuses a router whose output is not K experts and K weights for each token."""
-    shapes = [tuple(one.shape) for one in (hidden, choices, weights)]
+    shapes = [tuple(tensor.shape) for tensor in (hidden, choices, weights)]
     is_known = shapes[1] == shapes[2] and hidden.dim() == choices.dim() == 2 and len(hidden) == len(choices)
     if not is_known or choices.dtype not in (torch.int64, torch.int32):
         raise UsageError(

@@ -98,7 +98,7 @@ class ExpertAxis(Axis):
 
     def keep(self, modules: Iterable[nn.Module]) -> None:
         remaining = {id(module) for module in modules}
-        self._experts = [one for one in self._experts if id(one.module) in remaining]
+        self._experts = [layer for layer in self._experts if id(layer.module) in remaining]
 
     def check(
         self, config: Config, settings: EngineSettings, optimizer: OptimizerPlan, names: Mapping[int, str]
@@ -124,17 +124,17 @@ class ExpertAxis(Axis):
 
     def install(self, model: nn.Module) -> None:
         assert self._tokens is not None, "call connect before install"
-        computed = [(one, one.module.forward) for one in self._experts]
-        for one in self._experts:
-            one.share(self._group.size)
-            for module, forward in divided_forwards(one, self._tokens, self._buffer_nbytes).items():
+        computed = [(layer, layer.module.forward) for layer in self._experts]
+        for layer in self._experts:
+            layer.share(self._group.size)
+            for module, forward in divided_forwards(layer, self._tokens, self._buffer_nbytes).items():
                 self._before.append((module, vars(module).get("forward")))
                 vars(module)["forward"] = forward
         self._cut = ExpertCut(computed, self._tokens, self._job)
 
     def undo(self) -> None:
-        for one in self._experts:
-            one.share(1)
+        for layer in self._experts:
+            layer.share(1)
         while self._before:
             module, forward = self._before.pop()
             if forward is None:
@@ -167,8 +167,8 @@ class ExpertCut(Cut):
     ) -> None:
         self._computed, self._ranks, self._job = computed, ranks, job
         self._found: list[tuple[str, Tensor]] = []
-        self._inside = {id(module) for one, _ in computed for module in one.module.modules()}
-        self._inside -= {id(one.module) for one, _ in computed}
+        self._inside = {id(module) for layer, _ in computed for module in layer.module.modules()}
+        self._inside -= {id(layer.module) for layer, _ in computed}
         self.name, self.size, self.index = f"{WHERE} (ep={ranks.world_size})", ranks.world_size, ranks.rank
 
     @contextmanager
@@ -176,15 +176,15 @@ class ExpertCut(Cut):
         if whole:
             with agreed(self._job, "initialize: memory for all experts of a layer"):
                 self._reserve()
-        before = [vars(one.module)["forward"] for one, _ in self._computed]
-        for (one, compute), divided in zip(self._computed, before, strict=True):
+        before = [vars(layer.module)["forward"] for layer, _ in self._computed]
+        for (layer, compute), divided in zip(self._computed, before, strict=True):
             forward = compute if whole else divided
-            vars(one.module)["forward"] = partial(self._compare, one, forward, whole)
+            vars(layer.module)["forward"] = partial(self._compare, layer, forward, whole)
         try:
             yield
         finally:
-            for (one, _), divided in zip(self._computed, before, strict=True):
-                vars(one.module)["forward"] = divided
+            for (layer, _), divided in zip(self._computed, before, strict=True):
+                vars(layer.module)["forward"] = divided
 
     def is_split(self, module: nn.Module) -> bool:
         # An activation within experts has different rows, whose number may match by chance.
@@ -196,20 +196,20 @@ class ExpertCut(Cut):
 
     def _reserve(self) -> None:
         """Raises if memory is too small for a layer's experts and gradients, before ranks wait for each other."""
-        layers = [[one.module.get_parameter(key) for key in one.params] for one, _ in self._computed]
+        layers = [[layer.module.get_parameter(key) for key in layer.params] for layer, _ in self._computed]
         most = max((sum(part.numel() * part.element_size() for part in parts) for parts in layers), default=0)
         torch.empty(2 * self.size * most, dtype=torch.uint8, device=self._ranks.topology.device)
 
     def _compare(
-        self, one: Experts, forward: Callable[..., Tensor], whole: bool, *args: Tensor, **named: Tensor
+        self, layer: Experts, forward: Callable[..., Tensor], whole: bool, *args: Tensor, **named: Tensor
     ) -> Tensor:
         """Returns the module's output, and keeps its gradients for `gradients`. (all ranks of the group)"""
-        inputs = dict(zip(one.inputs, args, strict=False)) | named
-        leaves = {key: inputs[key].detach().requires_grad_() for key in one.inputs if key in _LEAVES}
-        own: dict[str, Any] = {key: getattr(one.module, key) for key in one.params}
+        inputs = dict(zip(layer.inputs, args, strict=False)) | named
+        leaves = {key: inputs[key].detach().requires_grad_() for key in layer.inputs if key in _LEAVES}
+        own: dict[str, Any] = {key: getattr(layer.module, key) for key in layer.params}
         used = {key: (self._join(part) if whole else part.detach()).requires_grad_() for key, part in own.items()}
-        with one.using(used), torch.enable_grad():
-            out = forward(*((inputs | leaves)[key] for key in one.inputs))
+        with layer.using(used), torch.enable_grad():
+            out = forward(*((inputs | leaves)[key] for key in layer.inputs))
             loss = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out).to(out.dtype)
             grads = torch.autograd.grad(out, [*leaves.values(), *used.values()], loss, materialize_grads=True)
         self._found = [(_LEAVES[key], grad) for key, grad in zip(leaves, grads, strict=False)]
@@ -225,8 +225,8 @@ class ExpertCut(Cut):
 
 def _splits(found: Iterable[Experts], ranks: int, rank: int) -> dict[int, Split]:
     split = Split(dim=0, parts=ranks, index=rank, in_data_group=True)
-    splits = {id(one.module.get_parameter(key)): split for one in found for key in one.params}
-    for adapter in (adapter for one in found for adapter in one.adapters):
+    splits = {id(item.module.get_parameter(key)): split for item in found for key in item.params}
+    for adapter in (adapter for item in found for adapter in item.adapters):
         # (r E, in), expert by expert, and (out, r E), r blocks with one column for each expert.
         splits |= {id(layer.weight): split for layer in adapter.lora_A.values()}
         splits |= {id(layer.weight): replace(split, dim=1, blocks=adapter.r[n]) for n, layer in adapter.lora_B.items()}
@@ -241,9 +241,9 @@ class ExpertEstimate(AxisEstimate):
 
     def share(self, job: EstimatedJob, model: nn.Module) -> None:
         ranks = job.ranks(self.size, self.name)
-        for one in find_experts(model, self.size):
-            one.share(self.size)
-            for module, forward in divided_forwards(one, ranks, 0, even_route).items():
+        for layer in find_experts(model, self.size):
+            layer.share(self.size)
+            for module, forward in divided_forwards(layer, ranks, 0, even_route).items():
                 module.forward = forward
 
     def splits(self, model: nn.Module) -> Mapping[int, Split]:
@@ -264,15 +264,15 @@ def find_experts(model: nn.Module, ranks: int) -> list[Experts]:
     found = [_experts_of(form) for form in _forms(model)]
     if not found:
         raise _without_experts(model)
-    for one in found:
-        if one.count < 1 or one.count % ranks:
+    for layer in found:
+        if layer.count < 1 or layer.count % ranks:
             raise UsageError(
-                f"{WHERE}: {one.name}",
+                f"{WHERE}: {layer.name}",
                 expected=f"a number of experts that is divisible by ep {ranks}",
-                got=one.count,
+                got=layer.count,
                 fix="choose an ep that divides this number",
             )
-        _check_adapters(one, ranks)
+        _check_adapters(layer, ranks)
     return found
 
 
@@ -326,21 +326,21 @@ def _experts_of(form: _FoundExperts) -> Experts:
     return Experts(form.name, module, int(count), of_all, form.router, form.adapters)
 
 
-def _check_adapters(one: Experts, ranks: int) -> None:
-    for adapter in one.adapters:
-        where = f"{WHERE}: {one.name}.{getattr(adapter, 'parameter_name', '')}".removesuffix(".")
-        if getattr(adapter, "num_experts", None) != one.count or not getattr(adapter, "lora_A", None):
+def _check_adapters(layer: Experts, ranks: int) -> None:
+    for adapter in layer.adapters:
+        where = f"{WHERE}: {layer.name}.{getattr(adapter, 'parameter_name', '')}".removesuffix(".")
+        if getattr(adapter, "num_experts", None) != layer.count or not getattr(adapter, "lora_A", None):
             raise UsageError(
                 where,
                 expected="PEFT's LoRA by target_parameters on a tensor of three dims, or no adapter",
                 got=type(adapter).__name__,
                 fix="set ep=1, or remove this tensor from target_parameters",
             )
-        if one.count == ranks and getattr(one.module, "is_transposed", False):
+        if layer.count == ranks and getattr(layer.module, "is_transposed", False):
             raise UsageError(
                 where,
                 expected="at least two experts on each rank: PEFT treats one transposed expert as a linear layer",
-                got=f"{one.count} experts and ep {ranks}",
+                got=f"{layer.count} experts and ep {ranks}",
                 fix=f"choose an ep below {ranks}, or remove this tensor from target_parameters",
             )
 

@@ -340,11 +340,11 @@ class PipelineEngine(EngineBase):
             self.micro_losses = torch.stack(losses).to(torch.float64)
             return
         schedule, scheduled = self._schedule(boundaries, training=training)
-        for one in scheduled:
-            one.losses = losses
+        for stage in scheduled:
+            stage.losses = losses
         run = schedule.step if training else schedule.eval
-        for one in reversed(scheduled):
-            one.begin()
+        for stage in reversed(scheduled):
+            stage.begin()
         try:
             run(target=torch.arange(self.settings.accumulation), return_outputs=False)
         except RuntimeError as error:
@@ -357,8 +357,8 @@ class PipelineEngine(EngineBase):
         finally:
             self.pipeline.end_wait()
         self.pipeline.finish_sends()
-        for one in scheduled:
-            one.clear_runtime_states()
+        for stage in scheduled:
+            stage.clear_runtime_states()
         # The host reads no loss here: it would wait for the device.
         self.micro_losses = torch.stack(losses).to(torch.float64) if losses else self._no_losses()
 

@@ -41,7 +41,7 @@ def ring_tokens(dealing: Dealing, run: int, band: Band, source: int, rank: int) 
     if source == rank or source // dealing.ring_size != rank // dealing.ring_size:
         return 0
     queries = dealing.pieces(rank, run)
-    return sum(len(keys) for keys in dealing.pieces(source, run) if any(band.meets(one, keys) for one in queries))
+    return sum(len(keys) for keys in dealing.pieces(source, run) if any(band.meets(span, keys) for span in queries))
 
 
 @dataclass(frozen=True)
@@ -160,12 +160,12 @@ class Ring:
 
 
 def _flat(tensors: tuple[Tensor, Tensor]) -> Tensor:
-    return torch.cat([one.reshape(-1) for one in tensors])
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def _unflat(flat: Tensor, like: tuple[Tensor, Tensor], tokens: int) -> list[Tensor]:
     """Returns two tensors like others, with some tokens, from one flat tensor."""
-    shapes = [(*one.shape[:2], tokens, one.shape[3]) for one in like]
+    shapes = [(*tensor.shape[:2], tokens, tensor.shape[3]) for tensor in like]
     parts = flat.split([torch.Size(shape).numel() for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
@@ -199,14 +199,14 @@ class _Attend(torch.autograd.Function):
         query, key, value, sinks, out, lse = ctx.saved_tensors
         grad = grad.contiguous()
         delta = (grad.to(lse.dtype) * out).sum(-1)
-        of_query, of_key, of_value = (torch.zeros_like(one, dtype=lse.dtype) for one in (query, key, value))
-        of_pieces = list(zip(*(one.split([len(p) for p in ring.own], 2) for one in (of_key, of_value)), strict=True))
+        of_query, of_key, of_value = (torch.zeros_like(t, dtype=lse.dtype) for t in (query, key, value))
+        of_pieces = list(zip(*(t.split([len(p) for p in ring.own], 2) for t in (of_key, of_value)), strict=True))
         for visit in ring.visits(key, value, "pass keys and values on, backward"):
             own = sums = of_pieces[visit.place]
             if (step := visit.step) is not None:
                 sums = (torch.zeros_like(visit.key, dtype=lse.dtype), torch.zeros_like(visit.value, dtype=lse.dtype))
             for queries, rows, block in ring.blocks(visit.tokens):
-                of_rows = [one[:, :, rows] for one in (grad, out, lse, delta)]
+                of_rows = [t[:, :, rows] for t in (grad, out, lse, delta)]
                 results = _Kernel(ring, query[:, :, rows], visit, queries, block).backward(*of_rows)
                 _add((of_query[:, :, rows], *sums), results)
             del visit  # before the next piece comes
@@ -267,7 +267,7 @@ class _Kernel:
             of_query, *others = _flash_backward(
                 grad, self._query, *self._repeated(), out, lse, is_causal=self._is_causal, scale=self._scale
             )
-            of_key, of_value = (one.unflatten(1, (-1, self._repeats)).sum(2) for one in others)
+            of_key, of_value = (tensor.unflatten(1, (-1, self._repeats)).sum(2) for tensor in others)
             return of_query, of_key, of_value
         scores, slope = self._scores()
         grouped = (-1, self._repeats)
@@ -325,7 +325,7 @@ def _flash_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of query, key and value of a block, from the output and lse of all blocks."""
-    tensors = [one.contiguous() for one in (grad, query, key, value, out, lse)]
+    tensors = [tensor.contiguous() for tensor in (grad, query, key, value, out, lse)]
     if query.device.type == "cpu":
         gradients = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, 0.0, is_causal, scale=scale)
     else:

@@ -129,7 +129,9 @@ class SequenceLayers:
             if (shift := _shift_of(module)) is not None:
                 self._hooks.append(module.register_forward_pre_hook(functools.partial(self._lengthen, *shift)))
                 self._hooks.append(module.register_forward_hook(functools.partial(self._shorten, *shift)))
-                self.window = max(self.window, (f"{name} ({type(module).__name__})", shift[0]), key=lambda one: one[1])
+                self.window = max(
+                    self.window, (f"{name} ({type(module).__name__})", shift[0]), key=lambda pair: pair[1]
+                )
             for namespace, function in functions:
                 _replace(namespace, function)
         _USERS.append(self)
@@ -403,7 +405,7 @@ def shapes_of_scans(model: nn.Module) -> Iterator[None]:
     found = [place for module in model.modules() for place in _operations(type(module))[0] if place[1] in _ALONG]
     with ExitStack() as stack:
         for namespace, name in {(id(namespace), name): (namespace, name) for namespace, name in found}.values():
-            place = next((one for one in _REPLACED if one.namespace is namespace and one.name == name), None)
+            place = next((entry for entry in _REPLACED if entry.namespace is namespace and entry.name == name), None)
             scan = functools.partial(_scan_shape, _ALONG[name])
             if place is None:
                 stack.callback(namespace.__setitem__, name, namespace[name])
@@ -416,7 +418,7 @@ def shapes_of_scans(model: nn.Module) -> Iterator[None]:
 
 def _scan_shape(operation: _Along, *args: Any, **kwargs: Any) -> Any:
     arguments = dict(zip(operation.arguments, args, strict=False)) | kwargs
-    tensors = [one for one in arguments.values() if isinstance(one, Tensor)]
+    tensors = [tensor for tensor in arguments.values() if isinstance(tensor, Tensor)]
     out: Tensor = _Scan.apply(arguments[operation.whole], *tensors)  # type: ignore[no-untyped-call]
     return (out, None) if _answers_pairs(operation, kwargs) else out
 
@@ -432,4 +434,7 @@ class _Scan(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         _, *tensors = ctx.saved_tensors
         needed = ctx.needs_input_grad[1:]
-        return (None, *(torch.empty_like(one) if need else None for one, need in zip(tensors, needed, strict=True)))
+        return (
+            None,
+            *(torch.empty_like(t) if need else None for t, need in zip(tensors, needed, strict=True)),
+        )

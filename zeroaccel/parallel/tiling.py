@@ -88,7 +88,9 @@ class _TiledSum(torch.autograd.Function):
         losses: list[Tensor] = []
         of_hidden = torch.empty_like(hidden)
         of_params: list[Tensor] = []
-        for run, target, into in zip(*(one.tensor_split(tiles) for one in (hidden, labels, of_hidden)), strict=True):
+        for run, target, into in zip(
+            *(tensor.tensor_split(tiles) for tensor in (hidden, labels, of_hidden)), strict=True
+        ):
             with torch.enable_grad():
                 own = run.detach().requires_grad_()
                 loss = functional.cross_entropy(head(own).float(), target, ignore_index=ignored, reduction="sum")

@@ -102,7 +102,9 @@ class UlyssesAttention:
         _check_eager(self.implementation)
         _check_attention(model, text)
         self._configs = {id(part.config) for part in model.modules() if hasattr(part, "config")}
-        for earlier in {id(one): one for part in model.modules() if (one := _ATTACHED.get(part))}.values():
+        for earlier in {
+            id(attached): attached for part in model.modules() if (attached := _ATTACHED.get(part))
+        }.values():
             earlier.undo()
         self._sequences: WholeSequences | None = None
         self._agreed: set[tuple[object, ...]] = set()  # run shapes already compared between the ranks of the group
@@ -341,7 +343,7 @@ class UlyssesAttention:
         if known is not None and not in_ring:  # a layer with more heads than others
             mask = known.whole()
         pattern = known or self._pattern(module, dealing, run, mask, kwargs) if in_ring else None
-        dealt = [Dealt(query, 2, 1, in_ring=True), *(Dealt(one, 2, 1, in_ring=in_ring) for one in (key, value))]
+        dealt = [Dealt(query, 2, 1, in_ring=True), *(Dealt(tensor, 2, 1, in_ring=in_ring) for tensor in (key, value))]
         query, key, value = to_heads(group, dealing, dealt, "exchange heads")
         if pattern is not None:
             scale = kwargs.get("scaling")

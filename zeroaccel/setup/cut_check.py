@@ -208,7 +208,7 @@ class _Comparison:
         if any(job.gather_objects(part.failed, "initialize: failures")):
             self.engine.reset()
         differences = job.gather_objects(part.difference, "initialize: differences")
-        return "", min(filter(None, differences), key=lambda one: one.order, default=None)
+        return "", min(filter(None, differences), key=lambda difference: difference.order, default=None)
 
     def is_random(self) -> bool:
         """True if the whole model computes different values a second time. (all ranks)"""

@@ -214,10 +214,12 @@ class TrainPlan:
         if len({common for common, _, _ in of_ranks}) == 1 and len(of_ranks) == len({part for _, part, _ in of_ranks}):
             return
         compared: Sequence[_Compared] = ranks.gather_objects(own, "compare plans in detail")
-        _compare_fields("settings", {rank: list(one.settings.items()) for rank, one in enumerate(compared)}, ranks)
-        require_same("initialize", [one.optimizer for one in compared], ranks.named)
-        for part in sorted({one.part for one in compared}):
-            of_part = {rank: one.parameters for rank, one in enumerate(compared) if one.part == part}
+        _compare_fields(
+            "settings", {rank: list(summary.settings.items()) for rank, summary in enumerate(compared)}, ranks
+        )
+        require_same("initialize", [summary.optimizer for summary in compared], ranks.named)
+        for part in sorted({summary.part for summary in compared}):
+            of_part = {rank: summary.parameters for rank, summary in enumerate(compared) if summary.part == part}
             _compare_fields("models", of_part, ranks)
 
 
@@ -239,9 +241,9 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, object]]:
     elif isinstance(value, OptimizerPlan):
         yield f"{path}.kind", value.declared_kind
     elif is_dataclass(value):
-        for one in fields(value):
-            if not one.metadata.get("local") and one.name != "parameters":
-                yield from _leaves(getattr(value, one.name), f"{path}.{one.name}" if path else one.name)
+        for entry in fields(value):
+            if not entry.metadata.get("local") and entry.name != "parameters":
+                yield from _leaves(getattr(value, entry.name), f"{path}.{entry.name}" if path else entry.name)
     else:
         yield path, value
 

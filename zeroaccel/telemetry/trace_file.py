@@ -182,7 +182,7 @@ class StepTraceFile:
     def mean_split(self, rank: int) -> dict[str, float]:
         """Returns the mean of `split` over the steps."""
         of_steps = [self.split(rank, step) for step in range(self.num_steps)]
-        return {share: sum(one[share] for one in of_steps) / len(of_steps) for share in SHARES}
+        return {share: sum(split[share] for split in of_steps) / len(of_steps) for share in SHARES}
 
     def largest_waits(self, most: int = 3) -> list[Wait]:
         """Returns the costliest waits; those of one rank for one collective of a step are summed. Largest first."""
@@ -377,7 +377,7 @@ def _parsed(content: Mapping[str, Any]) -> StepTraceFile:
             begin = begun.pop(event["id"])
             spans[rank].append(_span(begin, lanes, round(begin["ts"] * 1e3), round(event["ts"] * 1e3)))
     ranks = tuple(RankSpans(tuple(spans[rank]), tuple(steps[rank])) for rank in range(len(known.clock_errors)))
-    if not ranks or not ranks[0].steps or len({len(one.steps) for one in ranks}) > 1:
+    if not ranks or not ranks[0].steps or len({len(rank_spans.steps) for rank_spans in ranks}) > 1:
         raise ValueError("no steps, or different numbers of steps on the ranks")
     return StepTraceFile(known, ranks)
 

@@ -648,7 +648,9 @@ class GradReducer:
                 gradients.shard = gradients.shard.to(dtype)
             gradients.shard.add_(reduced)
         if self._exponents and self._sums is None and gradients.shard.device.type == "cpu":
-            found = [one.largest for one in (g.examined for g in self.gradients) if one is not None]
+            found = [
+                examination.largest for examination in (g.examined for g in self.gradients) if examination is not None
+            ]
             largest = max(value for value in (self._expected_largest or 0.0, *found) if value < math.inf)
             gradients.examined = examine(gradients.shard, [norm_exponent(largest)])
         if self._on_final is not None:

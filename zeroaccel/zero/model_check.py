@@ -120,13 +120,13 @@ def _refuse_shared_memory(model: nn.Module) -> None:
                     )
 
 
-def _share_elements(one: Tensor, other: Tensor) -> bool:
+def _share_elements(first: Tensor, other: Tensor) -> bool:
     """Returns True if two tensors of one storage share elements; columns of one matrix interleave, but share none."""
-    if one.dtype is not other.dtype:
+    if first.dtype is not other.dtype:
         return True
-    numel = one.untyped_storage().nbytes() // one.itemsize
+    numel = first.untyped_storage().nbytes() // first.itemsize
     used = torch.zeros(numel, dtype=torch.bool)
-    used.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
+    used.as_strided(first.shape, first.stride(), first.storage_offset()).fill_(True)
     return bool(used.as_strided(other.shape, other.stride(), other.storage_offset()).any())
 
 

@@ -190,14 +190,14 @@ class StepTrace:
         self._undo.close()
         own = self._timeline.resolved()
         of_ranks: list[RankSpans] = self._job.gather_objects(_with_unit_names(own), "trace: spans")
-        steps = min(len(one.steps) for one in of_ranks)
+        steps = min(len(rank_spans.steps) for rank_spans in of_ranks)
         if not steps:
             raise EngineStateError(
                 _CALL, expected="at least one engine.step() that updates", got="none", fix="train inside the block"
             )
         aligned = tuple(
-            RankSpans(one.spans, one.steps[:steps]).shifted(offset)
-            for one, (offset, _) in zip(of_ranks, self._clocks, strict=True)
+            RankSpans(rank_spans.spans, rank_spans.steps[:steps]).shifted(offset)
+            for rank_spans, (offset, _) in zip(of_ranks, self._clocks, strict=True)
         )
         self.result = StepTraceFile(self._facts(), aligned)
         error: Exception | None = None

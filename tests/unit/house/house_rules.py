@@ -58,21 +58,21 @@ ENVIRONMENT_READERS = {
 
 # Folder -> its limit of code lines. A commit that raises a limit states the reason.
 MAX_CODE_LINES: Mapping[str, int] = {
-    "": 1228,
-    "accelerate": 4300,
+    "": 1216,
+    "accelerate": 4257,
     "checkpoint": 6956,
-    "cli": 7360,
+    "cli": 7349,
     "comm": 3883,
     "compat": 4168,
-    "config": 4585,
+    "config": 4583,
     "data": 1001,
-    "estimate": 2148,
-    "offload": 1009,
+    "estimate": 2145,
+    "offload": 968,
     "ops": 2446,
     "optim": 1341,
-    "parallel": 4650,
-    "rollout": 1214,
-    "setup": 1489,
+    "parallel": 4589,
+    "rollout": 1207,
+    "setup": 1483,
     "telemetry": 1519,
     "utils": 60,
     "zero": 9822,
@@ -177,7 +177,8 @@ OLD_WORDS = re.compile(
     r"|somebody|someone|anybody|anyone|nobody|whoever)\b",
     re.IGNORECASE,
 )
-PARTICIPLES = {"given", "held", "kept", "told"}
+# Names of variables that do not say what they are.
+NO_NOUNS = {"given", "held", "kept", "one", "told"}
 NAMELESS = {"util", "utils", "helper", "helpers", "manager", "misc", "common"}
 COLLECTIVES = re.compile(
     r"(all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|reduce|gather|scatter|i?send|i?recv|batch_isend|barrier"
@@ -522,8 +523,8 @@ def variables_say_what_they_are(package: Mapping[str, Source]) -> Iterator[str]:
                 name = node.id
             else:
                 continue
-            if name.strip("_") in PARTICIPLES:
-                yield source.at(node, f"{name!r} is a participle: name the variable by a noun")
+            if name.strip("_") in NO_NOUNS:
+                yield source.at(node, f"{name!r} does not say what it is: name the variable by a noun")
 
 
 def docstrings_name_their_parameters(package: Mapping[str, Source]) -> Iterator[str]:
