@@ -301,10 +301,10 @@ def compare_runs(
     return "\n".join([*lines, cure or "the same up to rounding"]), not cure
 
 
-def _ratio(own: float | None, reference: float | None) -> float:
-    if own is None or reference is None or own == reference:
+def _ratio(value: float | None, reference: float | None) -> float:
+    if value is None or reference is None or value == reference:
         return 1.0
-    return own / reference if reference else float("inf")
+    return value / reference if reference else float("inf")
 
 
 def _cure(loss: float, norm: float, size: int, step: int, *, apart: bool) -> str:

@@ -265,11 +265,11 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
 def _rows(tensor: Tensor, call: str) -> Tensor:
     """Returns the tensors of all ranks, stacked: (W, ...)."""
     collectives = collectives_of_process()
-    own = tensor.detach().contiguous()
-    rows = own.new_empty((collectives.world_size, *own.shape))
-    if own.numel():
+    data = tensor.detach().contiguous()
+    rows = data.new_empty((collectives.world_size, *data.shape))
+    if data.numel():
         # As bytes, because not every backend supports every dtype.
-        out, shard = rows.view(-1).view(torch.uint8), own.view(-1).view(torch.uint8)
+        out, shard = rows.view(-1).view(torch.uint8), data.view(-1).view(torch.uint8)
         collectives.all_gather(out, shard, call).wait()
     return rows
 

@@ -99,8 +99,8 @@ class StateSave:
         except Exception:
             self.abandon()
             raise
-        own = [f"{save.tag}/{save.writer.path.name}" for save in self._saves]
-        self.names: Sequence[str] = [*own, part.name]
+        names = [f"{save.tag}/{save.writer.path.name}" for save in self._saves]
+        self.names: Sequence[str] = [*names, part.name]
 
     def write(self) -> None:
         """Writes this rank's files. Training may change tensors as soon as their values are copied."""

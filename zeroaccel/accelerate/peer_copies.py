@@ -96,9 +96,9 @@ class PeerCopies:
         for rank, (name, its_rack) in enumerate(
             collectives.gather_objects((str(folder), rack()), "states in memory: folders")
         ):
-            own = machines.setdefault((node_of[rank], name), [])
-            racks += [] if own else [its_rack]
-            own.append(rank)
+            states = machines.setdefault((node_of[rank], name), [])
+            racks += [] if states else [its_rack]
+            states.append(rank)
         self._nodes = list(machines.values())
         self._next = next_machines(racks)
         self.num_machines = len(self._nodes)
@@ -146,9 +146,9 @@ class PeerCopies:
     def connect(self) -> None:
         """Connects this rank to the ranks with which `send` exchanges files; later calls do nothing."""
         if self.num_machines > 1 and not self._links:
-            own, topology = self._collectives.rank, self._collectives.topology
+            rank, topology = self._collectives.rank, self._collectives.topology
             pairs = pair_backends(topology, [self._target, *self._sources])
-            self._links = {rank: PairLink(pairs[rank], is_first=own < rank) for rank in (self._target, *self._sources)}
+            self._links = {peer: PairLink(pairs[peer], is_first=rank < peer) for peer in (self._target, *self._sources)}
 
     def send(self, folder: Path, names: Sequence[str] | None) -> None:
         """Sends files to a rank of the next machine and receives those of the previous one, in a thread of each rank.
@@ -178,10 +178,10 @@ class PeerCopies:
         Raises:
             CheckpointError: a machine's memory does not suffice; on every rank.
         """
-        own: Listing = {}
+        listing: Listing = {}
         with agreed(self._collectives, "states in memory: digests"), writing_to(written):
-            own = _listing(written) if self.is_first else {}
-        found = self._collectives.gather_objects(own, "states in memory: files")
+            listing = _listing(written) if self.is_first else {}
+        found = self._collectives.gather_objects(listing, "states in memory: files")
         listings = [found[ranks[0]] for ranks in self._nodes]
         count = self.num_machines
         moves = []
@@ -205,9 +205,9 @@ class PeerCopies:
             states: folders of states on this machine, complete or not.
         """
         folders = {path.name: path for path in states}
-        own = {name: _sizes(path) for name, path in folders.items()} if self.is_first else {}
+        sizes_of = {name: _sizes(path) for name, path in folders.items()} if self.is_first else {}
         lists = _lists(folders.values()) if self.is_first else {}
-        found = self._collectives.gather_objects((own, list(lists)), "states in memory")
+        found = self._collectives.gather_objects((sizes_of, list(lists)), "states in memory")
         with_list = {name: rank for rank, (_, names) in reversed(list(enumerate(found))) for name in names}
         for name in sorted({name for sizes, _ in found for name in sizes}, key=step_of, reverse=True):
             if name not in with_list:
@@ -238,13 +238,13 @@ class PeerCopies:
 
     def _damaged(self, folder: Path | None, there: Sequence[Sizes], listing: Listing) -> list[dict[str, str]]:
         """Returns for each machine the damaged files of a state, with the reason. Its ranks share the reading."""
-        own: dict[str, str] = {}
+        damage: dict[str, str] = {}
         with agreed(self._collectives, "states in memory: damage"):
             for ranks, sizes in zip(self._nodes, there, strict=True):
                 if self._collectives.rank in ranks and folder is not None:
                     files = sorted(sizes.keys() & listing.keys(), key=lambda file: (bool(listing[file][1]), file))
-                    own = _damage(folder, files[ranks.index(self._collectives.rank) :: len(ranks)], listing)
-        found = self._collectives.gather_objects(own, "states in memory: damage")
+                    damage = _damage(folder, files[ranks.index(self._collectives.rank) :: len(ranks)], listing)
+        found = self._collectives.gather_objects(damage, "states in memory: damage")
         return [{file: why for rank in ranks for file, why in found[rank].items()} for ranks in self._nodes]
 
     def _delete(self, folders: Mapping[str, Path], name: str, why: str) -> None:
@@ -274,7 +274,7 @@ class PeerCopies:
         self._complete(folder, found, [{name for rank in ranks for name in asked[rank]} for ranks in self._nodes])
 
     def _complete(self, folder: Path, found: FoundState, needed: Sequence[Collection[str]]) -> None:
-        source = {name: machine for machine, own in reversed(list(enumerate(found.machines))) for name in own}
+        source = {name: machine for machine, states in reversed(list(enumerate(found.machines))) for name in states}
         moves = [
             (source[name], target, name)
             for target, names in enumerate(needed)
@@ -311,13 +311,13 @@ class PeerCopies:
 
     def _exchange(self, folder: Path, pieces: Mapping[tuple[int, int], _Piece]) -> None:
         """Exchanges at most one piece per pair of ranks; raises OSError only after the exchange."""
-        ranks, own = range(self._collectives.world_size), self._collectives.rank
-        sent = [pieces[own, rank].nbytes if (own, rank) in pieces else 0 for rank in ranks]
-        received = [pieces[rank, own].nbytes if (rank, own) in pieces else 0 for rank in ranks]
+        ranks, rank_here = range(self._collectives.world_size), self._collectives.rank
+        sent = [pieces[rank_here, rank].nbytes if (rank_here, rank) in pieces else 0 for rank in ranks]
+        received = [pieces[rank, rank_here].nbytes if (rank, rank_here) in pieces else 0 for rank in ranks]
         rows = torch.empty(sum(sent), 1, dtype=torch.uint8)
         failure: OSError | None = None
         try:
-            leaving = [pieces[own, rank] for rank in ranks if sent[rank]]
+            leaving = [pieces[rank_here, rank] for rank in ranks if sent[rank]]
             for piece, part in zip(leaving, rows.split(_positive(sent)), strict=True):
                 with open(folder / piece.name, "rb") as file:
                     file.seek(piece.offset)
@@ -328,7 +328,7 @@ class PeerCopies:
         self._copies.exchange_rows(out, rows, received, sent, "states in memory: copy").wait()
         if failure is not None:
             raise failure
-        arrived = [pieces[rank, own] for rank in ranks if received[rank]]
+        arrived = [pieces[rank, rank_here] for rank in ranks if received[rank]]
         for piece, part in zip(arrived, out.split(_positive(received)), strict=True):
             _write(folder, piece, part)
 

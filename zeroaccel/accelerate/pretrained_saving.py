@@ -83,14 +83,14 @@ def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
         on_all_ranks = "is_main_process" in bound.arguments or collectives.world_size == 1
         tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
         plain = plain_names(model)
-        own = [plain(name) for name, _ in tensors]
+        names = [plain(name) for name, _ in tensors]
         if collectives.rank != 0:
             bound.arguments["is_main_process"] = False  # this rank has no values; rank 0 writes
 
         def save(state: dict[str, Any]) -> Any:
             inside = {name.removeprefix(prefix): state.pop(name) for name in list(state) if name.startswith(prefix)}
             if collectives.rank != 0:  # transformers looks tensors without values up in the model, which lacks scales
-                inside = {name: inside[name] for name in own if name in inside and not is_wrapper(inside[name])}
+                inside = {name: inside[name] for name in names if name in inside and not is_wrapper(inside[name])}
             if any(map(is_wrapper, inside.values())):  # torchao's writer accepts its classes with plain tensors only
                 inside = {name: _in_full(value) for name, value in inside.items()}
             bound.arguments["state_dict"] = inside

@@ -144,7 +144,7 @@ class RunSaving:
     def _digest(self) -> str:
         """Returns a digest of the project's folder and the parameters of all models, the same on all ranks."""
         states = [item.engine.checkpointer.state() for item in self._state.prepared]
-        own = [
+        digests = [
             sorted(
                 (slot.fqn, slot.whole_shape, buffer.trainable)
                 for buffer in state.buffers()
@@ -154,7 +154,7 @@ class RunSaving:
             if state.lead == state.job.rank  # the other ranks of a pipeline stage have the same parameters
         ]
         project = self.project.project_dir
-        facts = (own, None if project is None else os.path.abspath(project))
+        facts = (digests, None if project is None else os.path.abspath(project))
         found = self._collectives.gather_objects(facts, "states in memory: parameters")
         return digest_of((sorted(models for models, _ in found if models), found[0][1]))
 
@@ -302,8 +302,8 @@ class RunSaving:
 
     def _files_to_read(self, folder: Path) -> list[str]:
         """Returns the files of single ranks that this rank reads, by their paths in a state's folder."""
-        own = self._collectives.rank
-        names = [_rank_name(own if own < _manifest(folder)["world_size"] else 0)]
+        rank = self._collectives.rank
+        names = [_rank_name(rank if rank < _manifest(folder)["world_size"] else 0)]
         for index, item in enumerate(self._state.prepared):
             tag = _tag(index)
             names += [f"{tag}/{name}" for name in item.engine.checkpointer.files_to_read(folder, tag)]
@@ -643,13 +643,13 @@ def _encoded(run: RunParts, device: torch.device) -> bytes:
 
 
 def _read(root: Path, manifest: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    own = rank if rank < manifest["world_size"] else 0
-    path = root / _rank_name(own)
+    source = rank if rank < manifest["world_size"] else 0
+    path = root / _rank_name(source)
     try:
         content = read_at_most(path, _MOST_NBYTES, regular=True)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-    if hashlib.sha256(content).hexdigest() != manifest["sha256"][own]:
+    if hashlib.sha256(content).hexdigest() != manifest["sha256"][source]:
         raise CheckpointError(f"{path}: damaged: its digest differs from the manifest's", fix="load another state")
     try:
         header = parse_header(content[8 : 8 + int.from_bytes(content[:8], "little")])

@@ -350,14 +350,14 @@ class Checkpointer:
             if manifest.world_size != self._ranks.world_size:
                 logger.warning("random state: not restored, because %d ranks saved it", manifest.world_size)
                 return
-            own = decode(manifest.random_state[self._ranks.rank], store.fetch)
-            if own.get("mesh", self._mesh) != self._mesh:
+            states = decode(manifest.random_state[self._ranks.rank], store.fetch)
+            if states.get("mesh", self._mesh) != self._mesh:
                 # Ranks that share layers could draw different numbers, and ranks with different samples equal ones.
                 logger.warning(
-                    "random state: not restored, because it was saved on mesh %s, not %s", own["mesh"], self._mesh
+                    "random state: not restored, because it was saved on mesh %s, not %s", states["mesh"], self._mesh
                 )
                 return
-            restore_random_state(own, self._device())
+            restore_random_state(states, self._device())
 
     def _check_scheduler(self, manifest: Manifest, where: str) -> None:
         ours = type(self._engine.lr_scheduler).__name__
@@ -607,8 +607,8 @@ class BackgroundSave:
         return self._file_path(rank).with_suffix(".part.json")
 
     def _file_path(self, rank: int) -> Path:
-        own = self._save.writer.path
-        return own.with_name(own.name.replace(f"rank{self._save.ranks.rank:05d}", f"rank{rank:05d}", 1))
+        file = self._save.writer.path
+        return file.with_name(file.name.replace(f"rank{self._save.ranks.rank:05d}", f"rank{rank:05d}", 1))
 
     def _wait_for(self, rank: int) -> Part:
         """Waits for the part file of a rank and returns the part; raises CheckpointError if it will never arrive."""

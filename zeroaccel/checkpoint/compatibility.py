@@ -105,9 +105,9 @@ def _other_codes(engine_state: EngineState, manifest: Manifest, saved_names: Map
         if (saved := manifest.buffer(name)) is not None
     ]
     return [
-        f"{name}: {saved} in the checkpoint, {own} in the model"
-        for name, saved, own in pairs
-        if are_other_codes(saved, own)
+        f"{name}: {saved} in the checkpoint, {dtype} in the model"
+        for name, saved, dtype in pairs
+        if are_other_codes(saved, dtype)
     ]
 
 

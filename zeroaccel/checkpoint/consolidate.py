@@ -120,26 +120,28 @@ def load_state_dict_from_zero_checkpoint(
 def _check_fit(model: nn.Module, source: zero_to_fp32.Source, *, strict: bool) -> None:
     """Raises CheckpointError unless the shapes, and if `strict` the names, agree."""
     named, plain = model.state_dict(keep_vars=True).items(), plain_names(model)
-    own = {plain(name): value for name, value in named if isinstance(value, Tensor) and not is_wrapper(value)}
-    own |= dict(state_tensors(model))
+    tensors = {plain(name): value for name, value in named if isinstance(value, Tensor) and not is_wrapper(value)}
+    tensors |= dict(state_tensors(model))
     saved = {weight.name: weight.shape for weight in source.weights}
     saved |= {alias: saved[name] for alias, name in source.ties.items()}
     differences = [
-        f"{name} is {list(saved[name])} in the checkpoint and {list(own[name].shape)} in the model"
-        for name in sorted(saved.keys() & own.keys())
-        if saved[name] != tuple(own[name].shape) and PACKED not in name
+        f"{name} is {list(saved[name])} in the checkpoint and {list(tensors[name].shape)} in the model"
+        for name in sorted(saved.keys() & tensors.keys())
+        if saved[name] != tuple(tensors[name].shape) and PACKED not in name
     ]
     dtypes = {weight.name: weight.dtype for weight in source.weights}
     differences += [
-        f"{name} is {dtypes[name]} in the checkpoint and {dtype_name(own[name].dtype)} in the model"
-        for name in sorted(dtypes.keys() & own.keys())
-        if are_other_codes(dtypes[name], dtype_name(own[name].dtype))
+        f"{name} is {dtypes[name]} in the checkpoint and {dtype_name(tensors[name].dtype)} in the model"
+        for name in sorted(dtypes.keys() & tensors.keys())
+        if are_other_codes(dtypes[name], dtype_name(tensors[name].dtype))
     ]
     if strict:
-        filled = {id(own[name]) for name in saved.keys() & own.keys()}  # one name of a tied parameter is enough
-        missing = {name for name in own if name.removesuffix(LAYOUT) not in saved} - set(source.left_out)
-        differences += [f"{name} is not in the checkpoint" for name in sorted(missing) if id(own[name]) not in filled]
-        differences += [f"{name} is not in the model" for name in sorted(saved.keys() - own.keys())]
+        filled = {id(tensors[name]) for name in saved.keys() & tensors.keys()}  # one name of a tied parameter is enough
+        missing = {name for name in tensors if name.removesuffix(LAYOUT) not in saved} - set(source.left_out)
+        differences += [
+            f"{name} is not in the checkpoint" for name in sorted(missing) if id(tensors[name]) not in filled
+        ]
+        differences += [f"{name} is not in the model" for name in sorted(saved.keys() - tensors.keys())]
     if differences:
         fix = "" if not strict else "; load it into the same model, or pass strict=False to load the names in common"
         raise CheckpointError(f"checkpoint {source.tag} does not fit the model: {'; '.join(differences)}{fix}")

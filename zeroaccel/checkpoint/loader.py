@@ -84,8 +84,8 @@ def note_files(engine_state: EngineState, store: UnreadStore, where: str) -> Non
         for group in hyperparameters(engine_state.optimizer, manifest, where):
             decode(dict(group), store.fetch)
     states = manifest.random_state
-    own = None if states is None or engine_state.job.rank >= len(states) else states[engine_state.job.rank]
-    for saved in (manifest.client_state, manifest.lr_scheduler, manifest.loss_scale, own):
+    state = None if states is None or engine_state.job.rank >= len(states) else states[engine_state.job.rank]
+    for saved in (manifest.client_state, manifest.lr_scheduler, manifest.loss_scale, state):
         decode(saved, store.fetch)
 
 
@@ -108,12 +108,12 @@ def read_buffers(engine_state: EngineState, store: TensorStore) -> dict[str, Ten
         CheckpointError: the model's quantization state of omitted codes differs, so the codes do too.
     """
     buffers, manifest = fetch_buffers(engine_state, store), store.manifest
-    own = dict(persistent_buffers(engine_state.model))
+    tensors = dict(persistent_buffers(engine_state.model))
     for name, fqn in state_owners(engine_state.model).items():
         canonical = manifest.canonical(fqn)
         if name not in buffers or canonical is None or manifest.parameters[canonical].saved:
             continue
-        if not torch.equal(buffers.pop(name), own[name].view(-1)):
+        if not torch.equal(buffers.pop(name), tensors[name].view(-1)):
             raise CheckpointError(
                 f"parameter {fqn}: the checkpoint does not contain the base model of its adapters",
                 expected="the base of their training, quantized in the same way",

@@ -134,10 +134,10 @@ class Manifest:
 
     def canonical(self, fqn: str) -> str | None:
         """Returns a parameter's name in `parameters`, following ties; None if it is not in the checkpoint."""
-        own = self._find("parameters", fqn)
-        if own is None and (alias := self._find("ties", fqn)) is not None:
-            own = self._find("parameters", self.ties[alias])
-        return own
+        found = self._find("parameters", fqn)
+        if found is None and (alias := self._find("ties", fqn)) is not None:
+            found = self._find("parameters", self.ties[alias])
+        return found
 
     def buffer(self, name: str) -> str | None:
         """Returns a buffer's name in `buffers`; None if it is not in the checkpoint."""

@@ -215,21 +215,21 @@ def _weight(
     name: str, files: SafetensorsFolder, values: Mapping[str, Tensor], errors: Errors
 ) -> tuple[_Weight, str, str] | None:
     """Returns a weight to encode, with the names of its codes and scales; None for another tensor."""
-    own = name.removesuffix(_BLOCKS)
+    base = name.removesuffix(_BLOCKS)
     dtype = files.tensors[name].dtype
-    if own != name and dtype == "U8":
-        scales, is_float = f"{own}{_SCALES}", False
+    if base != name and dtype == "U8":
+        scales, is_float = f"{base}{_SCALES}", False
     elif dtype.startswith("F8_E") and dtype != "F8_E8M0":
         scales, is_float = next((each for end in _ENDS if (each := f"{name}{end}") in files.tensors), ""), True
     else:
         return None
-    if own not in values or scales not in files.tensors:
+    if base not in values or scales not in files.tensors:
         return None
-    value = values[own]
+    value = values[base]
     lazy = value if isinstance(value, LazyTensor) else LazyTensor(Loaded(value))
     # gpt-oss multiplies by the transposed matrix of its files.
     decoded: Any = lazy if is_float else lazy.transpose(-1, -2)
-    return _Weight(own, decoded, files[name], files[scales], errors), name, scales
+    return _Weight(base, decoded, files[name], files[scales], errors), name, scales
 
 
 def _is_cast(place: TensorLocation | None, value: Tensor) -> bool:

@@ -185,14 +185,14 @@ def _resharded(
     pieces: dict[str, list[Piece]] = {}
     for rank, (plan, layout) in enumerate(zip(plans, layouts, strict=True)):
         for item in plan:
-            own = pieces.setdefault(item.key, [])
+            runs = pieces.setdefault(item.key, [])
             if item.elements:
-                own.append((rank, item.elements.start, item.elements.numel, layout.offsets[item.key]))
+                runs.append((rank, item.elements.start, item.elements.numel, layout.offsets[item.key]))
     return replace(
         manifest,
         id=save_id,
         saved_at=time.time(),
         world_size=world_size,
         files=tuple(records),
-        tensors={key: replace(manifest.tensors[key], pieces=tuple(own), split=None) for key, own in pieces.items()},
+        tensors={key: replace(manifest.tensors[key], pieces=tuple(runs), split=None) for key, runs in pieces.items()},
     )

@@ -269,10 +269,10 @@ def _join_parts(common: dict[str, Any], engine_state: EngineState, plan: SavePla
     """
     assert engine_state.whole_model is not None, "parts without a whole model"
     buffers = dict(persistent_buffers(engine_state.model))
-    own: tuple[dict[str, Any], list[str], dict[str, int], tuple[str, ...]] | None = None
+    facts: tuple[dict[str, Any], list[str], dict[str, int], tuple[str, ...]] | None = None
     if engine_state.lead == engine_state.job.rank:
         groups = {} if engine_state.optimizer is None else dict(engine_state.optimizer.group_of)
-        own = (
+        facts = (
             describe_parameters(engine_state, left_out=left_out),
             list(buffers),
             groups,
@@ -282,7 +282,7 @@ def _join_parts(common: dict[str, Any], engine_state: EngineState, plan: SavePla
     savers: dict[str, int] = {}
     group_of: dict[str, int] = {}
     codes: dict[str, None] = {}
-    for rank, part in enumerate(engine_state.job.gather_objects(own, "save_checkpoint: parts")):
+    for rank, part in enumerate(engine_state.job.gather_objects(facts, "save_checkpoint: parts")):
         if part is not None:
             parameters |= part[0]
             savers = {**dict.fromkeys(part[1], rank), **savers}
@@ -483,9 +483,9 @@ def merge_parts(parts: Sequence[Part], common: Mapping[str, Any]) -> Manifest:
     for index, part in enumerate(parts):
         for key, ((dtype, shape, split), start, length, offset) in part["tensors"].items():
             kinds[key] = (dtype, tuple(shape), split and tuple(split))
-            own = pieces.setdefault(key, [])
+            runs = pieces.setdefault(key, [])
             if length:
-                own.append((index, start, length, offset))
+                runs.append((index, start, length, offset))
         for fqn, values in part["scalars"].items():
             # All ranks with shards of a parameter have its scalars, such as step counts. The keys of plain tensors
             # contain the rank, so they differ even if the values agree.

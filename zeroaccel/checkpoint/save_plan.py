@@ -288,12 +288,12 @@ def code_names(model: nn.Module) -> tuple[str, ...]:
     """Returns the names of quantized weights' codes, scales and state, which must not be rounded."""
     codes = [name for name, param in named_tensors(model) if scales_of(param) is not None]
     for prefix, module in plain_modules(model, remove_duplicate=False):
-        own = (
+        names = (
             name
             for name, buffer in module._buffers.items()
             if buffer is not None and (is_small_float(buffer) or is_scale_beside_codes(module, name))
         )
-        codes += [f"{prefix}.{name}" if prefix else name for name in own]
+        codes += [f"{prefix}.{name}" if prefix else name for name in names]
     return (*codes, *(name for name, _ in state_tensors(model)))
 
 
@@ -319,8 +319,8 @@ def ties_of(model: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     ties: dict[str, str] = {}
     plain = plain_names(model)
-    for own, param in model.named_parameters(remove_duplicate=False):
-        name = plain(own)
+    for alias, param in model.named_parameters(remove_duplicate=False):
+        name = plain(alias)
         canonical = first.setdefault(id(param), name)
         if canonical != name:
             ties[name] = canonical
@@ -346,11 +346,11 @@ def state_dict_names(model: nn.Module) -> list[str]:
     names: list[str] = []
     plain = plain_names(model)
     for prefix, module in plain_modules(model, remove_duplicate=False):
-        own = [
+        here = [
             *module._parameters,
             *(name for name in module._buffers if name not in module._non_persistent_buffers_set),
         ]
-        names += [f"{prefix}.{name}" if prefix else name for name in own]
+        names += [f"{prefix}.{name}" if prefix else name for name in here]
     scaled = ((plain(name), scales_of(param)) for name, param in model.named_parameters())
     names += [f"{name}.{scale}" for name, scales in scaled for scale in scales or ()]
     return names + [name for name, _ in state_tensors(model)]

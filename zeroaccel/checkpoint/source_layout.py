@@ -106,8 +106,8 @@ def compare_with_source(model: Any, found: Mapping[str, Any], folder: Path) -> N
         return
     pairs = (getattr(model, "all_tied_weights_keys", None) or {}).items()
     tied = {files.own_name(renamed(model, name), model) for pair in pairs for name in pair}
-    own = {files.own_name(name, model): value for name, value in found.items()}
-    if differences := files.differences(own, model, (), tied):
+    values = {files.own_name(name, model): value for name, value in found.items()}
+    if differences := files.differences(values, model, (), tied):
         logger.warning(
             "%s differs from its source %s, and servers that read its names may not load it: %s",
             folder,

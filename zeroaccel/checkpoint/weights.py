@@ -271,17 +271,17 @@ class Output:
         decoded = {name.removesuffix(f".{CODES}") for name in coded}
         is_whole = engine_state.whole_model is None and decoded.issuperset(set(code_names(model)) - coded.keys())
         if is_whole and not (exclude_frozen and hasattr(model, "peft_config")):
-            own: dict[str, Tensor] = {}
+            tensors: dict[str, Tensor] = {}
             for name, dtype, shape in self._own_specs():
                 lazy = self._requests.lazy(name, dtype, shape)
                 if name in coded:
                     lazy = LazyTensor(Decoded(coded[name], functools.partial(materialized, lazy)))
-                own[name.removesuffix(f".{CODES}") if name in coded else name] = lazy
-            files = reverted(model, own)
+                tensors[name.removesuffix(f".{CODES}") if name in coded else name] = lazy
+            files = reverted(model, tensors)
             if requantize:
                 with agreed(engine_state.job, "save: requantize"):
                     files, self._errors = requantized(files, source_of(model, requantize))
-            if any(own.get(name) is not value for name, value in files.items()) or coded:
+            if any(tensors.get(name) is not value for name, value in files.items()) or coded:
                 self._converted = dict(sorted(files.items(), key=lambda item: -item[1].element_size()))
                 rename = functools.partial(renamed, model)
                 self.ties = {rename(alias): rename(name) for alias, name in engine_state.ties.items()}
@@ -352,11 +352,11 @@ def _specs_by_rank(
     engine_state: EngineState, *, exclude_frozen: bool, also: Collection[str] = ()
 ) -> list[tuple[int, TensorSpec]]:
     """Returns (rank that has it, spec) for each tensor of the whole model, in the order of `_streamed`. (all ranks)"""
-    own = list(tensor_specs(engine_state, exclude_frozen=exclude_frozen, also=also))
+    specs_here = list(tensor_specs(engine_state, exclude_frozen=exclude_frozen, also=also))
     if engine_state.whole_model is None:
-        return [(0, spec) for spec in own]
+        return [(0, spec) for spec in specs_here]
     leads = engine_state.lead == engine_state.job.rank
-    per_rank: list[list[TensorSpec]] = engine_state.job.gather_objects(own if leads else [], "tensors of stages")
+    per_rank: list[list[TensorSpec]] = engine_state.job.gather_objects(specs_here if leads else [], "tensors of stages")
     first: dict[str, tuple[int, TensorSpec]] = {}
     for rank, specs in enumerate(per_rank):
         for spec in specs:

@@ -241,9 +241,9 @@ class RankFile:
             first = offset - start
             expected = {"dtype": dtype, "shape": [length], "data_offsets": [first, first + length * ITEMSIZE[dtype]]}
             if entries.get(key) != expected:
-                own = str(entries.get(key))[:200]
+                entry = str(entries.get(key))[:200]
                 raise self.error(
-                    f"{self.path}: tensor {key}: expected {expected}, from the manifest, got {own} in its header"
+                    f"{self.path}: tensor {key}: expected {expected}, from the manifest, got {entry} in its header"
                 )
 
     def read(self, start: int, nbytes: int) -> Bytes:
@@ -384,8 +384,8 @@ def _source(folder: Path, body: Mapping[str, Any], checksum: str) -> Source:
     if unknown := [alias for alias, name in body["ties"].items() if name not in parameters]:
         raise ValueError(f"ties of {unknown} to unknown parameters")
     files = tuple(RankFile(folder / item["name"], item["nbytes"], item["table_sha256"]) for item in records)
-    for file, own in zip(files, pieces, strict=True):
-        file.check_pieces(own)
+    for file, of_file in zip(files, pieces, strict=True):
+        file.check_pieces(of_file)
     return Source(
         tag=folder.resolve().name,
         stage=sum(bool(body["sharded"][part]) for part in ("optimizer", "grads", "params")),

@@ -325,8 +325,8 @@ class DeepSpeedMembers(DeepSpeedAnswers):
         gradients so far. `plain_client_state` converts `client_state` to plain data.
         """
         # `Engine.save_checkpoint` refuses other types by name.
-        own = os.fspath(save_dir) if isinstance(save_dir, (str, os.PathLike)) else ""
-        folders = self.collectives.job.gather_objects(own, "save_checkpoint: folder")
+        folder = os.fspath(save_dir) if isinstance(save_dir, (str, os.PathLike)) else ""
+        folders = self.collectives.job.gather_objects(folder, "save_checkpoint: folder")
         if len(set(folders)) > 1:
             logger.warning("save_checkpoint: the ranks name different folders; all use that of rank 0, %s", folders[0])
         plain = plain_client_state(client_state) if isinstance(client_state, Mapping) else client_state

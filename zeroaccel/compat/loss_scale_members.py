@@ -123,10 +123,10 @@ class DeepSpeedLossScale(_Extended):
         return hasattr(self, "window")
 
     def __getattr__(self, name: str) -> Any:
-        own = _SCALE_NAMES.get(name)
-        if own is None or not self.dynamic:
+        attribute = _SCALE_NAMES.get(name)
+        if attribute is None or not self.dynamic:
             raise AttributeError(f"optimizer.loss_scaler.{name}: zeroaccel's loss scale does not have this")
-        return getattr(self, own)
+        return getattr(self, attribute)
 
 
 # DeepSpeed's attribute of a dynamic scale -> attribute of `DynamicLossScale`.
@@ -149,19 +149,19 @@ def attach(engine: EngineBase) -> None:
 
 def _extend(part: Any, members: type, engine: EngineBase) -> Callable[[], None]:
     """Replaces the class of `part` by a subclass with these members; returns a function that restores it."""
-    own = type(part)
+    original = type(part)
     names = {
-        "__module__": own.__module__,
-        "__qualname__": own.__qualname__,
-        "__doc__": own.__doc__,
-        "_extended": own,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "_extended": original,
         "_engine_reference": weakref.ref(engine),
     }
     before = dict(vars(part))
-    part.__class__ = type(own.__name__, (members, own), names)
+    part.__class__ = type(original.__name__, (members, original), names)
 
     def restore() -> None:
-        part.__class__ = own
+        part.__class__ = original
         for name in ("overflow", "parameter_offload"):
             if name not in before:
                 vars(part).pop(name, None)

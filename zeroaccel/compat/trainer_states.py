@@ -206,7 +206,7 @@ class _TrainerPart:
         for part in (*trainer.callback_handler.callbacks, trainer.control):
             if type(part).__name__ in exported:
                 exported[type(part).__name__].append(part.state())
-        state.stateful_callbacks = {name: own[0] if len(own) == 1 else own for name, own in exported.items()}
+        state.stateful_callbacks = {name: each[0] if len(each) == 1 else each for name, each in exported.items()}
         state.save_to_json(str(self._folder / _TRAINER_STATE))
 
 

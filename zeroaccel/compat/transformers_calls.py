@@ -201,15 +201,15 @@ def warn_of_dropped_optimizer(trainer: Any) -> None:
         return
     made = getattr(trainer, "_created_lr_scheduler", False)  # by an earlier training
     pair = {"optimizer": trainer.optimizer, "scheduler": None if made else trainer.lr_scheduler}
-    own = [name for name, each in pair.items() if each is not None and "accelerate" not in type(each).__module__]
-    if not own:
+    names = [name for name, each in pair.items() if each is not None and "accelerate" not in type(each).__module__]
+    if not names:
         return
     section = _config(trainer).get("optimizer")
     written = {} if section is None else section.get("params", {})
     rate = written.get("lr", "auto")
     log_once(
         logging.WARNING,
-        f"Trainer(optimizers=...): transformers drops its {' and '.join(own)} with a DeepSpeed config, and makes the "
+        f"Trainer(optimizers=...): transformers drops its {' and '.join(names)} with a DeepSpeed config, and makes the "
         f"optimizer of {'TrainingArguments' if section is None else 'the config'}, with learning rate "
         f"{trainer.args.learning_rate if rate == 'auto' else rate}; set TrainingArguments(learning_rate=..., "
         "optim=...), or make the optimizer in create_optimizer of a subclass",
@@ -259,7 +259,7 @@ def with_own_conversions(loaded: Any) -> Any:
     if isinstance(conversions, list):
         used = [each for each in conversions if not hasattr(each, "was_used") or each.was_used()]
         plain = getattr(model.config, "quantization_config", None) is None
-        model._weight_conversions = [own for each in used if (own := _of_values(each) if plain else each) is not None]
+        model._weight_conversions = [new for each in used if (new := _of_values(each) if plain else each) is not None]
     return loaded
 
 

@@ -150,13 +150,13 @@ def weigh_tokens(trainer: Any, batches: Sequence[dict[str, Any]]) -> None:
     group = parallel_state_sp.sequence_group()
     if SHIFTED_LABELS not in batches[0] or not _counts_items(trainer):
         return
-    own = torch.stack([(batch[SHIFTED_LABELS] != IGNORED_LABEL).sum() for batch in batches])
-    of_batches = group.gather(own.view(1, 1, -1))[0].sum(0)
+    counts = torch.stack([(batch[SHIFTED_LABELS] != IGNORED_LABEL).sum() for batch in batches])
+    of_batches = group.gather(counts.view(1, 1, -1))[0].sum(0)
     total, shares = of_batches.sum(), 1
     if trainer.args.average_tokens_across_devices:
-        total = trainer.accelerator.gather(own.sum()).sum()
+        total = trainer.accelerator.gather(counts.sum()).sum()
         shares = trainer.args.world_size // group.size
-    items = own * total / (of_batches.clamp(min=1) * len(batches) * shares)
+    items = counts * total / (of_batches.clamp(min=1) * len(batches) * shares)
     for batch, count in zip(batches, items.clamp(min=1e-9).unbind(), strict=True):
         batch["num_items_in_batch"] = count
 

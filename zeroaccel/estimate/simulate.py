@@ -430,10 +430,10 @@ def _recompute(model: nn.Module) -> None:
     """Checkpoints every block: by the model's own method if it has one, else around the units' modules."""
     settings = {"use_reentrant": False, "preserve_rng_state": False}  # a fake random state cannot be set
     for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):  # the newer one first
-        own: Callable[..., Any] | None = getattr(model, name, None)
-        if own is not None:
+        enable: Callable[..., Any] | None = getattr(model, name, None)
+        if enable is not None:
             vars(getattr(model, "config", None) or {})["use_cache"] = False  # transformers does so too, with a warning
-            own(**{name.replace("enable", "kwargs"): settings})
+            enable(**{name.replace("enable", "kwargs"): settings})
             model.train()
             return
     for spec in group_parameters(model):

@@ -131,7 +131,7 @@ class HostBuffers:
     def _key(self, buffer: Tensor) -> tuple[int, int]:
         """Returns the storage and the place in it of the buffer with this view; of no buffer if none is in use."""
         storage, place = _storage_id(buffer), buffer.storage_offset() * buffer.itemsize
-        found = ((own, begin) for (own, begin), base in self._in_use.items() if begin <= place < begin + base.numel())
+        found = ((num, begin) for (num, begin), base in self._in_use.items() if begin <= place < begin + base.numel())
         return next((key for key in found if key[0] == storage), (storage, -1))
 
     def _gap(self, size: int) -> Tensor | None:
@@ -139,11 +139,11 @@ class HostBuffers:
         if self._ahead is None:
             return None
         storage, begin = _storage_id(self._ahead), 0
-        for own, place in sorted(self._in_use):
-            if own == storage:
+        for key, place in sorted(self._in_use):
+            if key == storage:
                 if place - begin >= size:
                     break
-                begin = place + self._in_use[own, place].numel()
+                begin = place + self._in_use[key, place].numel()
         return self._ahead[begin : begin + size] if begin + size <= self._ahead.numel() else None
 
     def _allocate(self, nbytes: int) -> Tensor:
@@ -167,7 +167,7 @@ class HostBuffers:
     def _allocated_nbytes(self) -> int:
         ahead = 0 if self._ahead is None else self._ahead.numel()
         storage = None if self._ahead is None else _storage_id(self._ahead)
-        in_use = sum(base.numel() for (own, _), base in self._in_use.items() if own != storage)
+        in_use = sum(base.numel() for (key, _), base in self._in_use.items() if key != storage)
         return ahead + in_use + sum(free.numel() for free in self._free)
 
 

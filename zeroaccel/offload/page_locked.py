@@ -213,10 +213,10 @@ def free_nbytes(root: Path = _CGROUP, membership: Path = _MEMBERSHIP) -> int:
 
 def _control_groups(root: Path, membership: Path) -> Iterator[Path]:
     """Yields the folders of this process's control group and its ancestors: each of them may set a limit."""
-    own = ""
+    group = ""
     with suppress(OSError):  # a system without control groups
-        own = next((line[3:] for line in membership.read_text().splitlines() if line.startswith("0::")), "")
-    folder = root / own.strip("/")
+        group = next((line[3:] for line in membership.read_text().splitlines() if line.startswith("0::")), "")
+    folder = root / group.strip("/")
     yield folder
     for parent in folder.parents:
         if folder == root or not parent.is_relative_to(root):

@@ -77,8 +77,8 @@ class Reductions:
         """Returns the largest magnitude over all ranks; 0.0 without elements, inf if one is not finite. (all ranks)"""
         largest = 0.0
         for tile in _tiles(tensors):
-            own = float(tile.abs().max())
-            largest = max(largest, own) if math.isfinite(own) else math.inf
+            local = float(tile.abs().max())
+            largest = max(largest, local) if math.isfinite(local) else math.inf
         maximum = torch.tensor([largest], dtype=torch.float64)
         self._all_reduce(maximum, "max")
         return float(maximum)

@@ -149,7 +149,7 @@ class DeviceKernels:
             [*columns.values(), numels, *numbers],
             reads=[
                 *(tensor for letter in reads for tensor in columns[letter]),
-                *(each for each in numbers if isinstance(each, Tensor) and all(each is not own for own in beside)),
+                *(each for each in numbers if isinstance(each, Tensor) and all(each is not t for t in beside)),
             ],
             writes=[*(tensor for letter in writes for tensor in columns[letter]), *beside],
             blocks=update_blocks(numels),
@@ -274,7 +274,7 @@ class DeviceKernels:
         self,
         codes: Tensor,
         values: Tensor,
-        own: int,
+        own_row: int,
         totals: Tensor,
         code_format: tuple[int, int],
         order: Tensor | None = None,
@@ -284,14 +284,14 @@ class DeviceKernels:
         Args:
             codes: (W, R, nbytes) uint8.
             values: (M, n) float32, bfloat16 or float16, including this rank's own rows.
-            own: this rank.
+            own_row: this rank.
             totals: (R, n) float32.
             code_format: largest number of a code (127 or 7; 448 in e4m3), and values per block.
             order: (W * R,) int32, index of the row of `values` for each rank's rows; None for the same index.
         """
         (ranks, rows, _), numel = codes.shape, totals.shape[1]
         if numel:
-            numbers = _code_numbers(numel, codes, _KINDS[values.dtype], *code_format, ranks, own)
+            numbers = _code_numbers(numel, codes, _KINDS[values.dtype], *code_format, ranks, own_row)
             arguments = [codes, values, order, totals, *numbers]
             blocks = _code_blocks(numel, code_format)
             self.launch("sum_codes", arguments, reads=[codes, values, order], writes=[totals], blocks=blocks, rows=rows)

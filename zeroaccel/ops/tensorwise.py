@@ -227,13 +227,13 @@ class Muon(NativeOptimizer):
         if not isinstance(use_muon := param_group.get("use_muon"), bool):
             raise UsageError(where, expected='"use_muon": True or False', got=use_muon, fix="set it in each group")
         self.written_lrs.append(param_group.get("lr") is not None)
-        own = _MUON if use_muon else _ADAMW
-        for name, default in own.items():
+        defaults = _MUON if use_muon else _ADAMW
+        for name, default in defaults.items():
             if param_group.get(name) is None:
                 argument = self.defaults[name]
                 param_group[name] = default if argument is None else argument
         # torch adds all defaults to a group, so during this call they are only those of the group's own rule.
-        others = set(self.defaults) - set(own)
+        others = set(self.defaults) - set(defaults)
         before, self.defaults = self.defaults, {k: v for k, v in self.defaults.items() if k not in others}
         try:
             super().add_param_group(param_group)

@@ -170,19 +170,19 @@ class GroupSchedule(ABC):
         """Returns the groups whose own rate overrides the setting; none if it is a list with one value per group."""
         if isinstance(value, (list, tuple)):
             return []
-        own = [index for index, is_own in enumerate(self._is_own) if is_own]
-        shown = ", ".join(f"{index} (lr {self._own_lrs[index]:g})" for index in own if self._own_lrs[index] != value)
+        at = [index for index, is_own in enumerate(self._is_own) if is_own]
+        shown = ", ".join(f"{index} (lr {self._own_lrs[index]:g})" for index in at if self._own_lrs[index] != value)
         if shown:
             log_once(
                 logging.WARNING,
                 f"{address(name)} = {value} applies to param groups without their own lr; "
                 f"groups with one keep it: {shown}. A list sets one value per group.",
             )
-        return own
+        return at
 
-    def _scaled(self, name: str, values: list[float], own: list[int], reference: list[float]) -> list[float]:
+    def _scaled(self, name: str, values: list[float], indices: list[int], reference: list[float]) -> list[float]:
         """Multiplies the value of each group with its own rate by the ratio of this rate to the reference."""
-        for index in own:
+        for index in indices:
             if reference[index] == 0:
                 raise ConfigError(
                     address(name),
@@ -469,10 +469,10 @@ class OneCycle(GroupSchedule):
         self._max_lrs = self._spread("cycle_max_lr", cycle_max_lr)
         self._min_lrs = self._spread("cycle_min_lr", cycle_min_lr)
         # A group with its own rate keeps it as its peak, and its minimum is scaled by the same factor.
-        own = self._own_groups("cycle_max_lr", cycle_max_lr)
+        indices = self._own_groups("cycle_max_lr", cycle_max_lr)
         if not isinstance(cycle_min_lr, (list, tuple)):
-            self._min_lrs = self._scaled("cycle_min_lr", self._min_lrs, own, self._max_lrs)
-        for index in own:
+            self._min_lrs = self._scaled("cycle_min_lr", self._min_lrs, indices, self._max_lrs)
+        for index in indices:
             self._max_lrs[index] = self._own_lrs[index]
         self._min_moms = self._spread("cycle_min_mom", cycle_min_mom, _momentum)
         self._max_moms = self._spread("cycle_max_mom", cycle_max_mom, _momentum)
@@ -565,13 +565,13 @@ class LRRangeTest(GroupSchedule):
     ) -> None:
         super().__init__(optimizer)
         name = "lr_range_test_min_lr"
-        own = self._own_groups(name, lr_range_test_min_lr)
+        indices = self._own_groups(name, lr_range_test_min_lr)
         self._min_lrs = self._spread(name, lr_range_test_min_lr)
         default = _written_default(optimizer)
         if default is not None:
-            self._min_lrs = self._scaled(name, self._min_lrs, own, [default] * len(self._own_lrs))
+            self._min_lrs = self._scaled(name, self._min_lrs, indices, [default] * len(self._own_lrs))
         else:
-            for index in own:
+            for index in indices:
                 self._min_lrs[index] = self._own_lrs[index]
         self._size = integer("lr_range_test_step_size", lr_range_test_step_size, low=1)
         self._rate = number("lr_range_test_step_rate", lr_range_test_step_rate)

@@ -254,8 +254,8 @@ def _shell(optimizer: Any, memo: dict[int, Any], copies: list[tuple[Any, Any]]) 
 
 
 def _own_hooks(hooks: Mapping[int, Any], original: Any, shell: Any) -> OrderedDict[int, Any]:
-    own = {key: hook for key, hook in hooks.items() if getattr(hook, "__self__", None) is original}
-    return OrderedDict((key, hook.__func__.__get__(shell)) for key, hook in own.items())
+    found = {key: hook for key, hook in hooks.items() if getattr(hook, "__self__", None) is original}
+    return OrderedDict((key, hook.__func__.__get__(shell)) for key, hook in found.items())
 
 
 def _has_state(optimizer: Any) -> bool:

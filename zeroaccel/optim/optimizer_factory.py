@@ -70,9 +70,9 @@ def muon_groups(params: Iterable[Any], settings: Mapping[str, Any], model: nn.Mo
             if not half:
                 continue
             lr = settings.get("muon_lr" if use_muon else "adam_lr")
-            own = {**({} if lr is None else {"lr": lr}), **group, "use_muon": use_muon}
+            common = {**({} if lr is None else {"lr": lr}), **group, "use_muon": use_muon}
             by_heads = rule.by_heads(half) if use_muon and settings.get("per_head_muon") else {1: half}
-            split += [{**own, **({"heads": n} if n > 1 else {}), "params": part} for n, part in by_heads.items()]
+            split += [{**common, **({"heads": n} if n > 1 else {}), "params": part} for n, part in by_heads.items()]
     counts = {flag: sum(len(group["params"]) for group in split if group["use_muon"] is flag) for flag in (True, False)}
     if settings.get("per_head_muon") and not any("heads" in group for group in split):
         raise ConfigError(
@@ -191,8 +191,8 @@ _REFUSED = {
 
 def known_optimizers() -> list[str]:
     """Returns all names that `optimizer.type` accepts, those with native kernels first."""
-    own = ["Adam", "AdamW", "Lion", "Adagrad", "RMSprop", "SGD", "Lamb", "Muon"]
-    return own + sorted(name for name in _TORCH if name not in own and name.lower() not in _REFUSED)
+    names = ["Adam", "AdamW", "Lion", "Adagrad", "RMSprop", "SGD", "Lamb", "Muon"]
+    return names + sorted(name for name in _TORCH if name not in names and name.lower() not in _REFUSED)
 
 
 def build_optimizer(

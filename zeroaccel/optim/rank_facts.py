@@ -356,10 +356,10 @@ class HyperparameterCheck:
         used = [
             dict(zip(group.names, values, strict=True)) for group, values in zip(self._groups, self._used, strict=False)
         ]
-        own = _RankSettings(
+        settings = _RankSettings(
             self._facts(), self._uncompared or param_group_facts(used, self._names), bool(self._uncompared)
         )
-        ranks: list[_RankSettings] = self._collectives.gather_objects(own, "compare param groups")
+        ranks: list[_RankSettings] = self._collectives.gather_objects(settings, "compare param groups")
         named, used_now = self._collectives.named, [rank.used for rank in ranks]
         late = difference(used_now, named) if any(rank.is_late for rank in ranks) else None
         # On an accelerator the host may detect the difference a step late, when the settings are equal again.

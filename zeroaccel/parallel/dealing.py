@@ -138,14 +138,14 @@ def to_heads(group: SequenceGroup, dealing: Dealing, dealt: Sequence[Dealt], lab
         fronts = [_front(dealt[index]) for index in indices]
         parts, shapes = [], []
         for rank in range(group.size):
-            own = []
+            shards = []
             for index, front in zip(indices, fronts, strict=True):
                 item = dealt[index]
                 sent = _taken(front, 0, item.places(dealing, rank))
                 if item.in_ring:
                     sent = _cut(sent, dealing.spans(group.rank, rank, front.shape[1]))
-                own.append(sent.reshape(-1))
-            parts.append(torch.cat(own))
+                shards.append(sent.reshape(-1))
+            parts.append(torch.cat(shards))
             shapes.append(
                 [
                     _received(dealt[index], front, dealing, rank, group.rank)
@@ -168,9 +168,9 @@ def to_heads(group: SequenceGroup, dealing: Dealing, dealt: Sequence[Dealt], lab
     return [result for result in results if result is not None]
 
 
-def to_tokens(group: SequenceGroup, dealing: Dealing, own: Dealt, run: int, label: str) -> Tensor:
+def to_tokens(group: SequenceGroup, dealing: Dealing, dealt: Dealt, run: int, label: str) -> Tensor:
     """Returns this rank's tokens of all heads, from its heads over all tokens. Differentiable. (all ranks)"""
-    front = _front(own)
+    front = _front(dealt)
     counts = [dealing.count(rank, group.rank, run) for rank in range(group.size)]
     parts = [part.reshape(-1) for part in front.split(counts, 1)]
     spans = [dealing.spans(group.rank, rank, run) for rank in range(group.size)]
@@ -186,8 +186,8 @@ def to_tokens(group: SequenceGroup, dealing: Dealing, own: Dealt, run: int, labe
             order = sorted(range(len(places)), key=lambda index: places[index].start)
             shares.append(torch.cat([split[index] for index in order], 1))
         pieces = shares
-    assert own.heads is not None, "the outputs of an operation have heads"
-    return torch.cat(pieces, 0).movedim((0, 1), (own.heads, own.tokens))
+    assert dealt.heads is not None, "the outputs of an operation have heads"
+    return torch.cat(pieces, 0).movedim((0, 1), (dealt.heads, dealt.tokens))
 
 
 def _front(item: Dealt) -> Tensor:

@@ -86,9 +86,9 @@ class Experts:
     def using(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
         """Context in which the module computes with these tensors in place of its parameters."""
         module = self.module
-        own, kind = vars(module), type(module)
-        shadowed = {key: own[key] for key in tensors if key in own}
-        own.update(tensors)
+        attributes, kind = vars(module), type(module)
+        shadowed = {key: attributes[key] for key in tensors if key in attributes}
+        attributes.update(tensors)
         # An adapter temporarily makes its parameter a property of a new class, which would take precedence.
         module.__class__ = type_before_parametrizations(module)
         try:
@@ -96,8 +96,8 @@ class Experts:
         finally:
             module.__class__ = kind
             for key in tensors:
-                del own[key]
-            own.update(shadowed)
+                del attributes[key]
+            attributes.update(shadowed)
 
 
 @dataclass(frozen=True)
@@ -140,13 +140,13 @@ def route(experts: Experts, ranks: Collectives, buffer_nbytes: int, choices: Ten
     count, size, me = experts.count, ranks.world_size, ranks.rank
     # `bincount` first reads the extremes of its input: on a GPU, the host would wait twice more.
     places = choices.reshape(-1).long().clamp(max=count)
-    own = places.new_zeros(count + 2).scatter_add_(0, places, torch.ones_like(places))
+    tally = places.new_zeros(count + 2).scatter_add_(0, places, torch.ones_like(places))
     # After the counts, the assumptions about the other ranks' rows.
     row_nbytes = hidden.shape[-1] * hidden.element_size()
-    own[count].fill_(choices.shape[-1])
-    own[count + 1].fill_(row_nbytes)
-    table = own.new_empty(size, len(own))
-    ranks.all_gather(table.view(-1), own, "count tokens").wait()
+    tally[count].fill_(choices.shape[-1])
+    tally[count + 1].fill_(row_nbytes)
+    table = tally.new_empty(size, len(tally))
+    ranks.all_gather(table.view(-1), tally, "count tokens").wait()
     on_host = _HostCopy(table)
     # Before the host waits, so that the device has work meanwhile; ignored choices are last.
     order = places.argsort(stable=True)
@@ -222,8 +222,8 @@ def _chunks(counts: Numbers, most: int) -> Iterator[tuple[int, int]]:
 def even_route(experts: Experts, ranks: Collectives, buffer_nbytes: int, choices: Tensor, hidden: Tensor) -> Routes:
     """Routes equal numbers of tokens to each rank, in one chunk, for tensors without values."""
     size, chosen = ranks.world_size, choices.reshape(-1)
-    rows, own = chosen.numel(), chosen.new_empty(experts.count + 2)
-    ranks.all_gather(own.new_empty(size * len(own)), own, "count tokens").wait()
+    rows, counts = chosen.numel(), chosen.new_empty(experts.count + 2)
+    ranks.all_gather(counts.new_empty(size * len(counts)), counts, "count tokens").wait()
     even = [rows * (rank + 1) // size - rows * rank // size for rank in range(size)]
     fullest = -(-rows * size // experts.count)
     ids = chosen.new_empty(rows)
@@ -364,16 +364,16 @@ def _dispatched_by_scores(
     places = (choices * len(choices) + tokens).reshape(-1)[order]
     returned = []
     for route, rows, params in zip(routes, _cut(hidden_states[places], routes), _parts(experts, routes), strict=True):
-        ids, own, sent, received = route.ids, route.last - route.first, route.sent, route.received
+        ids, local_count, sent, received = route.ids, route.last - route.first, route.sent, route.received
         rows = _Move.apply(rows, ranks, sent, received, _OUT)  # type: ignore[no-untyped-call]
         # Row n of expert e goes to place n of the expert's `room` places.
         room, by_expert = max(route.fullest, 1), ids.argsort(stable=True)
-        counts = ids.new_zeros(own).scatter_add_(0, ids, torch.ones_like(ids))
+        counts = ids.new_zeros(local_count).scatter_add_(0, ids, torch.ones_like(ids))
         sorted_ids = ids[by_expert]
         within = torch.arange(len(ids), device=ids.device) - (counts.cumsum(0) - counts)[sorted_ids]
         slots = torch.empty_like(ids).index_copy_(0, by_expert, sorted_ids * room + within)
         with experts.using(params) if params else nullcontext():
-            out = compute(rows.new_zeros(own * room, rows.shape[1]).index_copy(0, slots, rows))[slots]
+            out = compute(rows.new_zeros(local_count * room, rows.shape[1]).index_copy(0, slots, rows))[slots]
         returned.append(_Move.apply(out, ranks, received, sent, _BACK))  # type: ignore[no-untyped-call]
     joined = _join(returned, routes)
     return joined.new_zeros(len(hidden_states), joined.shape[1]).index_copy(0, places, joined)

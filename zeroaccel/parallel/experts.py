@@ -206,14 +206,14 @@ class ExpertCut(Cut):
         """Returns the module's output, and keeps its gradients for `gradients`. (all ranks of the group)"""
         inputs = dict(zip(layer.inputs, args, strict=False)) | named
         leaves = {key: inputs[key].detach().requires_grad_() for key in layer.inputs if key in _LEAVES}
-        own: dict[str, Any] = {key: getattr(layer.module, key) for key in layer.params}
-        used = {key: (self._join(part) if whole else part.detach()).requires_grad_() for key, part in own.items()}
+        params: dict[str, Any] = {key: getattr(layer.module, key) for key in layer.params}
+        used = {key: (self._join(part) if whole else part.detach()).requires_grad_() for key, part in params.items()}
         with layer.using(used), torch.enable_grad():
             out = forward(*((inputs | leaves)[key] for key in layer.inputs))
             loss = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out).to(out.dtype)
             grads = torch.autograd.grad(out, [*leaves.values(), *used.values()], loss, materialize_grads=True)
         self._found = [(_LEAVES[key], grad) for key, grad in zip(leaves, grads, strict=False)]
-        for key, grad in zip(own, grads[len(leaves) :], strict=True):
+        for key, grad in zip(params, grads[len(leaves) :], strict=True):
             self._found.append((key, grad.chunk(self.size)[self.index] if whole else grad / self.size))
         return out.detach()
 

@@ -272,16 +272,16 @@ def own_params(stage: Stage, optimizer: Any, params: Any) -> tuple[Any, Any]:
 
     Parameters outside the whole model remain, for the caller to refuse.
     """
-    whole, own = stage.whole.param_ids, {id(param) for param in stage.model.parameters()}
+    whole, ids = stage.whole.param_ids, {id(param) for param in stage.model.parameters()}
 
     def kept_of(group: Any) -> list[Any]:
         items = [group] if isinstance(group, Tensor) else list(group)
-        return [param for param in items if id(param) in own or id(param) not in whole]
+        return [param for param in items if id(param) in ids or id(param) not in whole]
 
     if isinstance(optimizer, torch.optim.Optimizer):
         for group in optimizer.param_groups:
             for param in group["params"]:
-                if id(param) in whole - own:
+                if id(param) in whole - ids:
                     optimizer.state.pop(param, None)
             group["params"] = kept_of(group["params"])
     if params is not None:
@@ -390,16 +390,16 @@ def _divide(stage: Stage, pieces: Sequence[_StageModule], firsts: Sequence[int])
         firsts: first block or child of each stage, and last the number of blocks or children.
     """
     stage.shared = _shared(stage, pieces)
-    own, last = stage.own_parts, stage.num_parts - 1
+    local_parts, last = stage.own_parts, stage.num_parts - 1
     for piece in pieces:
-        for parent, name in piece.places if piece.part not in own else ():
+        for parent, name in piece.places if piece.part not in local_parts else ():
             parent._modules[name] = piece.stand_in
     copies = {id(item.copy.module): item.copy for item in stage.shared if item.copy is not None}
     for parent in list(stage.model.modules()):
         for name, module in parent._modules.items():
             if id(module) in copies:
                 parent._modules[name] = copies[id(module)]
-    for part in own:
+    for part in local_parts:
         params = (
             param
             for piece in pieces
@@ -410,7 +410,7 @@ def _divide(stage: Stage, pieces: Sequence[_StageModule], firsts: Sequence[int])
         others = tuple(
             (*place, piece.stand_in)
             for piece in pieces
-            if piece.part in own and piece.part != part
+            if piece.part in local_parts and piece.part != part
             for place in piece.places
         )
         ids = frozenset(id(param) for param in params if param is not None)
@@ -460,17 +460,17 @@ def _shared(stage: Stage, pieces: Sequence[_StageModule]) -> list[SharedParamete
 def _tie_of(model: nn.Module, param: nn.Parameter) -> nn.Module | None:
     """Returns the module that names a tie of the parameter in the user's terms, by `shared_by` and `sharing_fix`."""
     holders = (module for module in model.modules() if hasattr(module, "shared_by"))
-    return next((module for module in holders if any(own is param for own in module.parameters())), None)
+    return next((module for module in holders if any(param_of is param for param_of in module.parameters())), None)
 
 
 def _shared_by_stages(name: str, tie: nn.Module | None) -> UsageError:
     if tie is not None:
-        own = dict(tie.named_parameters())
+        params = dict(tie.named_parameters())
         return UsageError(
             f"{tie.shared_by}: {name}",
             expected="a tied module with one parameter, used once by each of two stages, or by one stage",
-            got=f"a module with {len(own)} parameters: {listed(list(own))}"
-            if len(own) > 1
+            got=f"a module with {len(params)} parameters: {listed(list(params))}"
+            if len(params) > 1
             else "use by more layers or stages",
             fix=str(tie.sharing_fix),
         )
@@ -697,9 +697,9 @@ class _BlockCut:
         }
         with evaluating(self.model), contextlib.ExitStack() as undo:
             for module, record in wrapped.items():
-                own = {key: value for key, value in vars(module).items() if key == "forward"}  # restored later
+                before = {key: value for key, value in vars(module).items() if key == "forward"}  # restored later
                 vars(module)["forward"] = partial(record, module.forward)
-                undo.callback(vars(module).update, own)
+                undo.callback(vars(module).update, before)
                 undo.callback(vars(module).pop, "forward")
             try:
                 trace.result = self._logits(self.model(input_ids=self.ids, use_cache=False, return_dict=True))

@@ -210,21 +210,21 @@ class PipelineEngine(EngineBase):
     def _next_batches(self, data_iter: Iterator[Any] | None, call: str) -> list[TensorShape]:
         """Takes the micro-batches of a step, and returns the shapes sent between stages. (all ranks)"""
         job, width = self.collectives.job, self._stage_width
-        own: _Signature | None = None
+        facts: _Signature | None = None
         with agreed(job, f"{call}: micro-batches"):
             self._batches = self._take(data_iter, self.settings.accumulation, call)
-            own = _Signature.of(self._batches, call) if self._batches else None
+            facts = _Signature.of(self._batches, call) if self._batches else None
             if self.sequence_group.size > 1:
                 _require_cut(self._batches, call)
-        is_known = own is not None and own.shapes in self._boundaries
-        of_ranks: list[tuple[_Signature | None, bool]] = job.gather_objects((own, is_known), f"{call}: batches")
+        is_known = facts is not None and facts.shapes in self._boundaries
+        of_ranks: list[tuple[_Signature | None, bool]] = job.gather_objects((facts, is_known), f"{call}: batches")
         place = job.rank % width
         place -= place % self._layer_ranks  # tensor-parallel ranks see the same samples
         first = of_ranks[place][0]
         with agreed(job, f"{call}: same batches"):
             assert first is not None, "the first stage has no batch"
-            if own is not None:
-                own.require(first, call, f"{self.stage.index}, {job.named([job.rank])}", f"0, {job.named([place])}")
+            if facts is not None:
+                facts.require(first, call, f"{self.stage.index}, {job.named([job.rank])}", f"0, {job.named([place])}")
         self._batches = [to_device(batch, self.collectives.topology.device) for batch in self._batches]
         if self._is_layer_major:
             return []  # no messages
@@ -238,14 +238,14 @@ class PipelineEngine(EngineBase):
         width = self._stage_width
         own_parts = {part.index: part for part in self.stage.parts}
         for index in range(self.stage.num_parts - 1):
-            own: TensorShape | None = None
+            shape: TensorShape | None = None
             if index in own_parts:
                 device = self.collectives.topology.device
                 received = torch.zeros(shapes[-1].shape, dtype=shapes[-1].dtype, device=device) if shapes else None
                 with evaluating(self.module):
                     output = self._forward_of(own_parts[index], 0, received)
-                own = TensorShape(tuple(output.shape), output.dtype)
-            of_ranks = self.collectives.job.gather_objects(own, "shapes between stages")
+                shape = TensorShape(tuple(output.shape), output.dtype)
+            of_ranks = self.collectives.job.gather_objects(shape, "shapes between stages")
             shapes.append(of_ranks[index % self.stage.count * width + self.collectives.job.rank % width])
         return shapes
 
@@ -467,12 +467,12 @@ class PipelineEngine(EngineBase):
     def _share(self) -> None:
         """Agrees on the dtypes of shared parameters, and on the trained ones. (all ranks)"""
         optimized = set() if self.sharded_optimizer is None else set(self.sharded_optimizer.group_of)
-        own = {
+        here = {
             shared.name: (shared.param.dtype, shared.name in optimized)
             for shared in self.stage.shared
             if shared.param is not None
         }
-        of_ranks: list[dict[str, tuple[torch.dtype, bool]]] = self.collectives.job.gather_objects(own, "shared names")
+        of_ranks: list[dict[str, tuple[torch.dtype, bool]]] = self.collectives.job.gather_objects(here, "shared names")
         facts = {name: fact for known in of_ranks for name, fact in known.items()}
         for shared in self.stage.shared:
             dtype, is_trained = facts[shared.name]

@@ -125,8 +125,8 @@ class Ring:
 
     def visits(self, key: Tensor, value: Tensor, label: str) -> Iterator[_Visit]:
         """Yields this rank's own pieces, then one for each step; empty ones if nothing comes. (all ranks)"""
-        own = self.own
-        sizes = [len(piece) for piece in own]
+        slices = self.own
+        sizes = [len(piece) for piece in slices]
         pieces = list(zip(key.split(sizes, 2), value.split(sizes, 2), strict=True))
 
         def begin(step: _RingStep) -> tuple[Any, Tensor]:
@@ -137,7 +137,7 @@ class Ring:
 
         steps = list(self.steps())
         coming = begin(steps[0])
-        for place, tokens in enumerate(own):
+        for place, tokens in enumerate(slices):
             yield _Visit(None, place, tokens, *pieces[place])
         for index, step in enumerate(steps):
             work, flat = coming
@@ -202,7 +202,7 @@ class _Attend(torch.autograd.Function):
         of_query, of_key, of_value = (torch.zeros_like(t, dtype=lse.dtype) for t in (query, key, value))
         of_pieces = list(zip(*(t.split([len(p) for p in ring.own], 2) for t in (of_key, of_value)), strict=True))
         for visit in ring.visits(key, value, "pass keys and values on, backward"):
-            own = sums = of_pieces[visit.place]
+            total = sums = of_pieces[visit.place]
             if (step := visit.step) is not None:
                 sums = (torch.zeros_like(visit.key, dtype=lse.dtype), torch.zeros_like(visit.value, dtype=lse.dtype))
             for queries, rows, block in ring.blocks(visit.tokens):
@@ -211,11 +211,11 @@ class _Attend(torch.autograd.Function):
                 _add((of_query[:, :, rows], *sums), results)
             del visit  # before the next piece comes
             if step is not None:
-                sent, count = _flat(sums).to(key.dtype), (own[0].numel() + own[1].numel()) * step.sends
+                sent, count = _flat(sums).to(key.dtype), (total[0].numel() + total[1].numel()) * step.sends
                 work, flat = ring.swap(sent, step.source, step.to, count, "return gradients of keys and values")
                 work.wait()
                 if step.sends:
-                    _add(own, _unflat(flat, own, own[0].shape[2]))
+                    _add(total, _unflat(flat, total, total[0].shape[2]))
         of_sinks = None
         if sinks is not None:
             of_sinks = -((sinks.to(lse.dtype)[:, None] - lse).exp() * delta).sum((0, 2)).to(sinks.dtype)

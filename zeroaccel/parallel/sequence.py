@@ -78,8 +78,8 @@ class SequenceGroup:
         """
         if size == 1:  # without exchanges, no process groups are needed
             job = topology.all_ranks
-            own = RankGroup((topology.rank,), 0, job.gather_group, job.reduce_group, job.control_group)
-            return cls(Collectives(topology, own), job.reduce_group)
+            single = RankGroup((topology.rank,), 0, job.gather_group, job.reduce_group, job.control_group)
+            return cls(Collectives(topology, single), job.reduce_group)
         blocks = consecutive((topology.all_ranks.ranks,), size * stride)
         group = subgroup(topology, tuple(block[place::stride] for block in blocks for place in range(stride)))
         connect(topology, {"sequences": (group.gather_group, ("all_gather", "all_to_all"))})
@@ -113,8 +113,8 @@ class SequenceGroup:
         if counts:
             ids = whole["input_ids"] if "input_ids" in whole else whole["inputs_embeds"]
             whole["position_ids"] = torch.arange(length, device=ids.device).expand(len(ids), -1)
-        own = slice(self.rank * (length // self.size), (self.rank + 1) * (length // self.size))
-        cut = {name: value[:, own].contiguous() if _is_cut(value) else value for name, value in whole.items()}
+        rows = slice(self.rank * (length // self.size), (self.rank + 1) * (length // self.size))
+        cut = {name: value[:, rows].contiguous() if _is_cut(value) else value for name, value in whole.items()}
         if counts:
             self._counted[cut["position_ids"]] = True
         return cut
@@ -134,8 +134,8 @@ class SequenceGroup:
             count = (labels != IGNORED_LABEL).sum()
             if num_items_in_batch is not None:
                 count = torch.ones_like(count)
-            own = torch.stack([torch.where(count > 0, loss.detach().double(), 0.0), count.double()])
-            losses, counts = self.gather(own.view(1, 1, 2))[0].unbind(1)
+            sums = torch.stack([torch.where(count > 0, loss.detach().double(), 0.0), count.double()])
+            losses, counts = self.gather(sums.view(1, 1, 2))[0].unbind(1)
             total = counts.sum().clamp(min=1) if num_items_in_batch is None else counts[0]
             mean = (losses * counts).sum() / total
         weight = (self.size * count / total).to(loss.dtype)
@@ -143,12 +143,12 @@ class SequenceGroup:
         # The value is the mean; the gradient is that of this rank's part, since the difference is detached.
         return scaled + (mean.to(loss.dtype) - scaled).detach()
 
-    def gather(self, own: Tensor) -> Tensor:
+    def gather(self, shard: Tensor) -> Tensor:
         """Gathers the runs of all ranks, (B, s, ...) -> (B, S, ...), without a gradient. (all ranks of the group)"""
-        own = own.detach().contiguous()
-        runs = own.new_empty(self.size * own.numel())
-        self.collectives.all_gather(runs, own.view(-1), "gather sequences").wait()
-        return runs.view(self.size, *own.shape).movedim(0, 1).reshape(own.shape[0], -1, *own.shape[2:])
+        shard = shard.detach().contiguous()
+        runs = shard.new_empty(self.size * shard.numel())
+        self.collectives.all_gather(runs, shard.view(-1), "gather sequences").wait()
+        return runs.view(self.size, *shard.shape).movedim(0, 1).reshape(shard.shape[0], -1, *shard.shape[2:])
 
     def exchange(self, parts: Tensor, label: str) -> Tensor:
         """(P, n) -> (P, n): row r of the result is row `rank` of rank r. Differentiable. (all ranks of the group)"""
@@ -167,19 +167,19 @@ class SequenceGroup:
         flat: Tensor = _Exchange.apply(torch.cat(list(parts)), self, label, sent, list(received))  # type: ignore[no-untyped-call]
         return torch.split(flat, list(received))
 
-    def before(self, own: Tensor, count: int, dim: int, label: str) -> Tensor:
+    def before(self, shard: Tensor, count: int, dim: int, label: str) -> Tensor:
         """Puts the last `count` tokens of the rank before in front of this rank's, differentiably; zeros on rank 0.
 
         (all ranks of the group)
         """
-        tail = own.narrow(dim, own.shape[dim] - count, count)
+        tail = shard.narrow(dim, shard.shape[dim] - count, count)
         none = tail.reshape(-1)[:0]
         parts = [tail.reshape(-1) if rank == self.rank + 1 else none for rank in range(self.size)]
         received = [tail.numel() if rank == self.rank - 1 else 0 for rank in range(self.size)]
         tokens = torch.cat(self.exchange_parts(parts, received, label))
         # The sum over nothing keeps rank 0 in the graph, so that its backward joins that of the others.
         first = tokens.view(tail.shape) if self.rank else torch.zeros_like(tail) + tokens.sum()
-        return torch.cat([first, own], dim)
+        return torch.cat([first, shard], dim)
 
     def exchange_rows(self, parts: Tensor, label: str) -> Tensor:
         """Exchanges rows like `exchange`, without a gradient."""
@@ -269,8 +269,8 @@ class SequenceLoader:
         collectives = self._group.collectives
         with agreed(collectives, "sequence parallelism: batch"):
             batch = next(batches, None)
-            own = None if batch is None else {name: _on_host(value) for name, value in dict(batch).items()}
-        per_rank = collectives.gather_objects(own, "batches of sequences")
+            batch_on_host = None if batch is None else {name: _on_host(value) for name, value in dict(batch).items()}
+        per_rank = collectives.gather_objects(batch_on_host, "batches of sequences")
         missing = [rank for rank, item in enumerate(per_rank) if item is None]
         if missing and len(missing) < len(per_rank):
             raise UsageError(

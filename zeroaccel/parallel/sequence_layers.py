@@ -218,8 +218,8 @@ class SequenceLayers:
                     empty = empty + 0 * value.sum().to(empty.dtype)
             result = (empty, None) if _answers_pairs(operation, kwargs) else empty
         output = result[0] if isinstance(result, tuple) else result
-        own = Dealt(output, dims.index("t"), dims.index("h"))
-        output = to_tokens(group, dealing, own, whole.shape[dims.index("t")], "exchange outputs of a recurrence")
+        dealt = Dealt(output, dims.index("t"), dims.index("h"))
+        output = to_tokens(group, dealing, dealt, whole.shape[dims.index("t")], "exchange outputs of a recurrence")
         output = output.contiguous()  # models view it
         return (output, *result[1:]) if isinstance(result, tuple) else output
 

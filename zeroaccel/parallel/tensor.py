@@ -115,10 +115,10 @@ class SplitLayers:
         styles = _matched(model, plan)
         _check_heads(model, size, styles)
         layers, splits = list[SplitPart](), dict[int, Split]()
-        for name, (style, own) in by_module(model, styles).items():
+        for name, (style, plans) in by_module(model, styles).items():
             layer: SplitPart
             if style in MODULE_STYLES:
-                layer = SplitModule.of(name, model, style, own, mesh, index)
+                layer = SplitModule.of(name, model, style, plans, mesh, index)
             else:
                 layer = _SplitLayer.of(name, model.get_submodule(name), style, mesh, index)
             for key, split in layer.splits().items():
@@ -178,7 +178,7 @@ class SplitLayers:
         self._in_trial = True
         for layer in self._layers:
             layer.takes_whole = whole
-        own = [(module, {key: vars(module)[key] for key in heads}) for module, heads in self._heads]
+        heads_before = [(module, {key: vars(module)[key] for key in heads}) for module, heads in self._heads]
         for module, heads in self._heads if whole else ():
             vars(module).update(heads)
         try:
@@ -187,7 +187,7 @@ class SplitLayers:
             self._in_trial = False
             for layer in self._layers:
                 layer.takes_whole = False
-            for module, counts in own:
+            for module, counts in heads_before:
                 vars(module).update(counts)
 
     def _compare(self, collectives: Collectives, model: nn.Module, args: Any, kwargs: Any) -> None:
@@ -200,8 +200,8 @@ class SplitLayers:
             return
         assert self._first_batch is not None, "the model is detached"
         self._first_batch.remove()
-        own = [(tuple(leaf.shape), _digest(leaf)) for _, leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
-        of_ranks = collectives.job.gather_objects(own, "first batch")
+        sums = [(tuple(leaf.shape), _digest(leaf)) for _, leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
+        of_ranks = collectives.job.gather_objects(sums, "first batch")
         for rank, batch in enumerate(of_ranks):
             first = rank - rank % self.size
             if batch != of_ranks[first]:
@@ -418,10 +418,10 @@ def _matched(model: nn.Module, plan: Mapping[str, str] | str | None) -> dict[str
         UsageError: there is no plan, a pattern matches nothing, or a style is unknown.
     """
     where = "ParallelConfig(tp_plan)"
-    own = None if isinstance(plan, Mapping) else getattr(model, "_tp_plan", None)  # transformers' plan
-    if not own and plan == "auto":
-        own = _by_name(model)
-    patterns = dict(plan if isinstance(plan, Mapping) else own or {})
+    table = None if isinstance(plan, Mapping) else getattr(model, "_tp_plan", None)  # transformers' plan
+    if not table and plan == "auto":
+        table = _by_name(model)
+    patterns = dict(plan if isinstance(plan, Mapping) else table or {})
     if not patterns:
         raise UsageError(
             where,
@@ -452,7 +452,7 @@ def _matched(model: nn.Module, plan: Mapping[str, str] | str | None) -> dict[str
                 )
     if unknown:
         raise UsageError(
-            where if own is None else f"tensor parallelism: the plan of {type(model).__name__}",
+            where if table is None else f"tensor parallelism: the plan of {type(model).__name__}",
             expected="one of the styles " + ", ".join(sorted(known)),
             got=", ".join(f"{style} for {pattern}" for pattern, style in unknown.items()),
             fix="pass a tp_plan without these modules, if the others can be split without them",
@@ -465,7 +465,7 @@ def _matched(model: nn.Module, plan: Mapping[str, str] | str | None) -> dict[str
             fix=f"modules are named like {listed(names[-3:])}",
         )
     styles = {name: found[name][0] for name in names if name in found and found[name][0] != _WHOLE}
-    return styles if own is None else _of_variant(model, styles)
+    return styles if table is None else _of_variant(model, styles)
 
 
 def _of_variant(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
@@ -501,14 +501,14 @@ def by_module(model: nn.Module, styles: Mapping[str, str]) -> dict[str, tuple[st
     found: dict[str, tuple[str, dict[str, str]]] = {name: (styles[name], {}) for name in styles if name not in params}
     for name in params:
         module, _, key = name.rpartition(".")
-        style, own = found.get(module, ("none", {}))
+        style, styles_of = found.get(module, ("none", {}))
         if style not in MODULE_STYLES:
             raise UsageError(
                 f"ParallelConfig(tp_plan): {name}",
                 expected=f"a style for its module {module} too, one of: {', '.join(MODULE_STYLES)}",
                 got=style,
             )
-        own[key] = styles[name]
+        styles_of[key] = styles[name]
     return found
 
 

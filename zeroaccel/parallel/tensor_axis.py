@@ -165,9 +165,9 @@ class TensorEstimate(AxisEstimate):
         styles = layer_styles(model, size)
         parts: dict[int, nn.Parameter] = {}
         whole = list(model.parameters())  # kept until the end, so that ids are not reused
-        for name, (style, own) in by_module(model, styles).items():
+        for name, (style, plans) in by_module(model, styles).items():
             if style in MODULE_STYLES:
-                _share_module(name, model, style, own, size, parts, count)
+                _share_module(name, model, style, plans, size, parts, count)
             else:
                 _share_layer(name, model.get_submodule(name), style, size, parts, count)
         for prefix, module in model.named_modules():
@@ -209,13 +209,13 @@ def _share_module(
     name: str,
     model: nn.Module,
     style: str,
-    own: Mapping[str, str],
+    plans: Mapping[str, str],
     size: int,
     parts: dict[int, nn.Parameter],
     count: Callable[[float], None],
 ) -> None:
     module = model.get_submodule(name)
-    for key, split in cuts_of(name, module, style, own, Split(0, size, 0)).items():
+    for key, split in cuts_of(name, module, style, plans, Split(0, size, 0)).items():
         module._parameters[key] = _part(f"{name}.{key}", module.get_parameter(key), split.dim, size, parts)
 
     def shared(tensor: Tensor) -> Tensor:

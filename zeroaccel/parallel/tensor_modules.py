@@ -111,18 +111,18 @@ class SplitModule(SplitPart):
 
     @classmethod
     def of(
-        cls, name: str, model: nn.Module, style: str, own: Mapping[str, str], mesh: DeviceMesh, index: int
+        cls, name: str, model: nn.Module, style: str, plans: Mapping[str, str], mesh: DeviceMesh, index: int
     ) -> SplitModule:
         """Creates a module of a style, for the rank at an index of the mesh.
 
         Args:
-            own: styles of its parameters.
+            plans: styles of its parameters.
 
         Raises:
             UsageError: a parameter has no style that fits the module's, or the parts would differ in size.
         """
         module = model.get_submodule(name)
-        cuts = cuts_of(name, module, style, own, Split(0, int(mesh.size()), index))
+        cuts = cuts_of(name, module, style, plans, Split(0, int(mesh.size()), index))
         enter = leave = None
         if style in SUMMED:
             enter, leave = partial(_with_summed_gradient, mesh), partial(_summed, mesh)
@@ -161,11 +161,11 @@ class SplitModule(SplitPart):
         return split.join(parts.full_tensor().chunk(split.parts, split.dim))
 
 
-def cuts_of(name: str, module: nn.Module, style: str, own: Mapping[str, str], parts: Split) -> dict[str, Split]:
+def cuts_of(name: str, module: nn.Module, style: str, plans: Mapping[str, str], parts: Split) -> dict[str, Split]:
     """Maps names of a module's parameters to their splits.
 
     Args:
-        own: styles of its parameters.
+        plans: styles of its parameters.
         parts: a split with all fields except dim and blocks.
 
     Raises:
@@ -173,17 +173,17 @@ def cuts_of(name: str, module: nn.Module, style: str, own: Mapping[str, str], pa
     """
     where = f"tensor parallelism: {name}"
     names = [key for key, _ in module.named_parameters(recurse=False)]
-    if style in SUMMED and (whole := [key for key in names if key not in own]):
+    if style in SUMMED and (whole := [key for key in names if key not in plans]):
         raise UsageError(
             where,
             expected=f"a style in tp_plan for each parameter, since {style} sums outputs",
             got=f"none for {listed(whole)}",
             fix="remove the module and its parameters from tp_plan",
         )
-    if style in (ROTARY, IDENTITY) and own:
-        raise UsageError(where, expected=f"no styles for parameters of {style}", got=dict(own))
+    if style in (ROTARY, IDENTITY) and plans:
+        raise UsageError(where, expected=f"no styles for parameters of {style}", got=dict(plans))
     cuts = {}
-    for key, kind in own.items():
+    for key, kind in plans.items():
         shape = module.get_parameter(key).shape
         offset, blocks = PARAMETER_STYLES.get(kind, (0, 1))
         dim = max(0, len(shape) + offset)

@@ -92,9 +92,9 @@ class _TiledSum(torch.autograd.Function):
             *(tensor.tensor_split(tiles) for tensor in (hidden, labels, of_hidden)), strict=True
         ):
             with torch.enable_grad():
-                own = run.detach().requires_grad_()
-                loss = functional.cross_entropy(head(own).float(), target, ignore_index=ignored, reduction="sum")
-                grads = torch.autograd.grad(loss, (own, *params), materialize_grads=True)
+                tile = run.detach().requires_grad_()
+                loss = functional.cross_entropy(head(tile).float(), target, ignore_index=ignored, reduction="sum")
+                grads = torch.autograd.grad(loss, (tile, *params), materialize_grads=True)
             losses.append(loss.detach())
             into.copy_(grads[0])
             # Sums in fp32, like one product over all tokens; 16 bits would round after each tile.

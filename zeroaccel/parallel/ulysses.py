@@ -189,9 +189,9 @@ class UlyssesAttention:
         if positions is None:
             first = group.rank * run
             positions = torch.arange(first, first + run, device=tokens.device)
-        own = positions.expand(len(tokens), -1).contiguous()
-        whole = group.gather(own)
-        self._positions[own] = whole
+        indices = positions.expand(len(tokens), -1).contiguous()
+        whole = group.gather(indices)
+        self._positions[indices] = whole
         packed = (torch.diff(whole, prepend=whole[:, :1] - 1, dim=1) != 1).cumsum(1)
         all_padding = None if padding is None else group.gather(padding.to(torch.bool))
         # Padded rows may count positions in any way; a padding mask alone defines the attention.
@@ -203,7 +203,7 @@ class UlyssesAttention:
             all_padding = torch.ones_like(whole, dtype=torch.bool)
         taken = inspect.signature(model.forward).parameters
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
-        added = {"position_ids": own, "attention_mask": all_padding}
+        added = {"position_ids": indices, "attention_mask": all_padding}
         return args, kwargs | {name: value for name, value in added.items() if takes_all or name in taken}
 
     def _after(self, model: nn.Module, args: Any, output: Any) -> None:
@@ -233,10 +233,10 @@ class UlyssesAttention:
                     got="a cache",
                     fix="generate without sequence parallelism",
                 )
-        own = (tuple(tokens.shape), padding is not None, positions is not None)
-        if own in self._agreed:
+        facts = (tuple(tokens.shape), padding is not None, positions is not None)
+        if facts in self._agreed:
             return
-        shapes = self.group.checks.gather_objects(own, "sequences of a new shape")
+        shapes = self.group.checks.gather_objects(facts, "sequences of a new shape")
         if len(set(shapes)) > 1:
             differing = next(rank for rank, shape in enumerate(shapes) if shape != shapes[0])
             raise UsageError(
@@ -253,7 +253,7 @@ class UlyssesAttention:
                 got=f"{tokens.shape[1]} tokens",
                 fix="train longer sequences, or use fewer ranks of sp",
             )
-        self._agreed.add(own)
+        self._agreed.add(facts)
 
     # -- replacements of transformers' functions
 
@@ -289,8 +289,8 @@ class UlyssesAttention:
         weakref.finalize(mask.untyped_storage(), self._patterns.pop, mask.data_ptr(), None)
         return mask
 
-    def _whole_blocks(self, own: Tensor) -> Tensor:
-        """Returns the block of each token of whole sequences, -1 for none; this rank's come first in `own`."""
+    def _whole_blocks(self, shard: Tensor) -> Tensor:
+        """Returns the block of each token of whole sequences, -1 for none; this rank's come first in `shard`."""
         sequences = self._sequences
         assert sequences is not None, "a mask is built outside a forward"
         if sequences.packed is not None:
@@ -301,7 +301,7 @@ class UlyssesAttention:
                 fix="train one sequence per row, with a padding mask",
             )
         run = sequences.length // self.group.size
-        ids = self.group.gather(own[:, :run])
+        ids = self.group.gather(shard[:, :run])
         if not self._numbers_blocks:
             return ids
         # A block that the cut divides goes on: the ids of two ranks have nothing in common.
@@ -385,10 +385,10 @@ class UlyssesAttention:
         """Gathers router logits, (B s, E) of each layer -> (B S, E), differentiable. (all ranks of the group)"""
         assert self._sequences is not None, "a router loss is computed outside a forward"
         size, run = self.group.size, self._sequences.length // self.group.size
-        own = torch.stack(layers)
-        runs = self.group.exchange(own.reshape(1, -1).expand(size, -1), "exchange logits of routers")
-        whole = runs.view(size, len(layers), -1, run, own.shape[-1]).movedim(0, 2)
-        return whole.reshape(len(layers), -1, own.shape[-1]).unbind()
+        stacked = torch.stack(layers)
+        runs = self.group.exchange(stacked.reshape(1, -1).expand(size, -1), "exchange logits of routers")
+        whole = runs.view(size, len(layers), -1, run, stacked.shape[-1]).movedim(0, 2)
+        return whole.reshape(len(layers), -1, stacked.shape[-1]).unbind()
 
 
 def _check_attended(module: nn.Module, query: Tensor, key: Tensor, kwargs: Mapping[str, Any]) -> None:

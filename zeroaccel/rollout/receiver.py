@@ -220,10 +220,10 @@ class WeightReceiver:
         found: list[tuple[str, _Elements]] = []
         numel: dict[str, int] = {}
         for entry in manifest["tensors"]:
-            own = self._own(entry["name"])
-            if own is None:
+            target = self._own(entry["name"])
+            if target is None:
                 continue
-            name, tensor = own
+            name, tensor = target
             where = f"{version}, {name}"
             if tensor is None:
                 raise WeightsRefusedError(f"{version}: this receiver has no tensor {name!r}")
@@ -252,17 +252,17 @@ class WeightReceiver:
         if is_whole and not self._staged:
             raise WeightsRefusedError(f"{version}: expected all weights, got no tensor of this receiver")
         for name, pieces in self._staged.items():
-            own = self._own(name)
-            assert own is not None and own[1] is not None, "a piece without a tensor"
+            key = self._own(name)
+            assert key is not None and key[1] is not None, "a piece without a tensor"
             cuts = {(piece.entry["cut"][0], piece.entry["cut"][1]) for piece in pieces}
             ranges = sorted((piece.entry["cut"][2], piece.first, piece.last) for piece in pieces if piece.numel)
             overlap = any(part == other and first <= last for (part, _, last), (other, first, _) in pairwise(ranges))
             if len(cuts) > 1 or overlap:
-                raise WeightsRefusedError(f"{version}, {own[0]}: expected each element once, got parts that overlap")
+                raise WeightsRefusedError(f"{version}, {key[0]}: expected each element once, got parts that overlap")
             count = sum(piece.numel for piece in pieces)
-            if is_whole and count != own[1].numel():
+            if is_whole and count != key[1].numel():
                 raise WeightsRefusedError(
-                    f"{version}, {own[0]}: expected {own[1].numel()} elements, got {count}: a part is missing"
+                    f"{version}, {key[0]}: expected {key[1].numel()} elements, got {count}: a part is missing"
                 )
         for alias, name in self._ties.items():
             tied, source = self._own(alias), self._own(name)
@@ -294,18 +294,18 @@ class WeightReceiver:
         changed: dict[str, Tensor] = {}
         with torch.no_grad():
             for sent, pieces in self._staged.items():
-                own = self._own(sent)
-                assert own is not None and own[1] is not None, "a piece without a tensor"
+                key = self._own(sent)
+                assert key is not None and key[1] is not None, "a piece without a tensor"
                 for piece in pieces:
-                    _write(own[1], piece.entry, piece.data)
-                changed[sent] = own[1]
-                self.missing.discard(own[0])
+                    _write(key[1], piece.entry, piece.data)
+                changed[sent] = key[1]
+                self.missing.discard(key[0])
             for alias, name in self._ties.items():  # the receiver may store tied weights separately
-                own = self._own(alias)
-                if own is not None and own[1] is not None and name in changed:
-                    if own[1].data_ptr() != changed[name].data_ptr():
-                        own[1].copy_(changed[name])
-                    self.missing.discard(own[0])
+                key = self._own(alias)
+                if key is not None and key[1] is not None and name in changed:
+                    if key[1].data_ptr() != changed[name].data_ptr():
+                        key[1].copy_(changed[name])
+                    self.missing.discard(key[0])
 
 
 @dataclass(frozen=True)
@@ -329,8 +329,8 @@ class _Elements:
 
     def copied(self, *, pinned: bool) -> _Elements:
         """Copies the bytes, for an accelerator to page-locked memory, from which the host need not wait for copies."""
-        own = torch.empty(self.data.shape, dtype=torch.uint8, pin_memory=pinned).copy_(self.data)
-        return _Elements(self.entry, own, self.first, self.last)
+        copy = torch.empty(self.data.shape, dtype=torch.uint8, pin_memory=pinned).copy_(self.data)
+        return _Elements(self.entry, copy, self.first, self.last)
 
 
 def checked_manifest(manifest: Any) -> dict[str, Any]:
@@ -418,10 +418,10 @@ def _checked_piece(entry: Mapping[str, Any], payload: Tensor, tensor: Tensor, wh
 def values_of(entry: Mapping[str, Any], payload: Tensor) -> Tensor:
     """Returns the values of an entry, (numel,): a view of the payload, unless they are coded."""
     dtype: torch.dtype = getattr(torch, entry["dtype"])
-    own = payload[entry["offset"] : _end_of_values(entry)]
+    values = payload[entry["offset"] : _end_of_values(entry)]
     if not entry.get("high"):
-        return own.view(dtype)
-    low, coded = own[: entry["numel"]], own[entry["numel"] :]
+        return values.view(dtype)
+    low, coded = values[: entry["numel"]], values[entry["numel"] :]
     return torch.stack([low, _decode_high_bytes(coded, low.numel())], dim=1).view(-1).view(dtype)
 
 
@@ -519,8 +519,8 @@ class Channel:
 
     def __init__(self, store: Any, sender: int, rank: int, receivers: int, timeout_seconds: float = 300.0) -> None:
         self.sender, self.rank, self.size, self.broken = sender, rank, receivers + 1, ""
-        own = distributed.PrefixStore(f"weights/{sender}", store)
-        self._group: Any = distributed.ProcessGroupGloo(own, rank, self.size, timedelta(seconds=timeout_seconds))
+        prefixed = distributed.PrefixStore(f"weights/{sender}", store)
+        self._group: Any = distributed.ProcessGroupGloo(prefixed, rank, self.size, timedelta(seconds=timeout_seconds))
 
     def send(self, packet: Packet | None) -> None:
         """Sends a packet to the receivers, from host memory; None ends the version early.
@@ -561,11 +561,11 @@ class Channel:
 
     def exchange(self, text: str) -> list[str]:
         """Gathers a text of at most 4096 bytes from each process, in rank order."""
-        own = torch.zeros(_TEXT_NBYTES, dtype=torch.uint8)
+        sent = torch.zeros(_TEXT_NBYTES, dtype=torch.uint8)
         encoded = text.encode(errors="backslashreplace")[:_TEXT_NBYTES]
-        own[: len(encoded)] = torch.frombuffer(bytearray(encoded or b"\0"), dtype=torch.uint8)[: len(encoded)]
-        rows = [torch.empty_like(own) for _ in range(self.size)]
-        self._wait(lambda: self._group.allgather([rows], [own]))
+        sent[: len(encoded)] = torch.frombuffer(bytearray(encoded or b"\0"), dtype=torch.uint8)[: len(encoded)]
+        rows = [torch.empty_like(sent) for _ in range(self.size)]
+        self._wait(lambda: self._group.allgather([rows], [sent]))
         return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
@@ -810,8 +810,8 @@ def _complete_versions(folder: Path, receiver: WeightReceiver) -> tuple[list[lis
         except WeightsRefusedError as error:
             refused = error
             continue
-        own = all(manifest["run"] == receiver.run for manifest in last)
-        if own and receiver.version is not None and version <= receiver.version:
+        same_run = all(manifest["run"] == receiver.run for manifest in last)
+        if same_run and receiver.version is not None and version <= receiver.version:
             continue
         if all(manifest["last"] for manifest in last) and len(last) == last[0]["senders"]:
             complete.append([path for _, paths in sorted(senders.items()) for _, path in sorted(paths.items())])

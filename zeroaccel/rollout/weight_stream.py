@@ -282,9 +282,9 @@ class WeightSender:
         """Returns other units that hold adapters of these parameters; none if the units hold their own adapters."""
         from_layers = {id(handle.unit): handle.unit for handle in handles}
         others: dict[int, ParamUnit] = {}
-        own = {id(handle.param) for handle in handles}
+        ids = {id(handle.param) for handle in handles}
         for _, layer in layers:
-            if any(id(param) in own for param in layer.base_layer.parameters(recurse=False)):
+            if any(id(param) in ids for param in layer.base_layer.parameters(recurse=False)):
                 for param in layer.parameters():
                     handle = self._engine.registry.handle(param)
                     if handle is not None and id(handle.unit) not in from_layers:
@@ -347,8 +347,8 @@ class WeightSender:
                 manifest: dict[str, Any] = {**head, "index": index, "last": False, "tensors": entries, "ties": {}}
                 yield Packet(manifest, payload)
                 index += 1
-        own = persistent_buffers(self._engine.module) if state.lead == self._ranks.rank else ()
-        bucket_nbytes = sum(value.nbytes + ALIGN_NBYTES for _, value in own) if own else 0
+        buffers = persistent_buffers(self._engine.module) if state.lead == self._ranks.rank else ()
+        bucket_nbytes = sum(value.nbytes + ALIGN_NBYTES for _, value in buffers) if buffers else 0
         bucket = _Bucket(bucket_nbytes, head, has_payload=True, count=index)
         if bucket_nbytes:
             for name, value in persistent_buffers(self._engine.module):
@@ -529,16 +529,16 @@ class _Chosen(NamedTuple):
     places: Tensor
 
 
-def _chosen(marked: Tensor | None, part: FlatRange, own: FlatRange, values: Tensor) -> _Chosen:
+def _chosen(marked: Tensor | None, part: FlatRange, shard: FlatRange, values: Tensor) -> _Chosen:
     """Returns the marked elements of a part, or all elements if these take fewer bytes."""
-    everything = values[part.at(own.start)]
+    everything = values[part.at(shard.start)]
     whole = _Chosen(part.numel, everything.contiguous().view(torch.uint8), 0, torch.empty(0, dtype=torch.uint8))
     if marked is None:
         return whole
-    bounds = torch.tensor([part.start - own.start, part.end - own.start])
+    bounds = torch.tensor([part.start - shard.start, part.end - shard.start])
     first, end = torch.searchsorted(marked, bounds).tolist()
     inside = marked[first:end]
-    places = encode_positions(inside - (part.start - own.start))
+    places = encode_positions(inside - (part.start - shard.start))
     chosen, high = _coded(values[inside])
     if places.numel() + chosen.numel() >= everything.nbytes:
         return whole
@@ -602,19 +602,19 @@ def _merged(name: str, layer: Any) -> dict[int, Tensor]:
             fix="call model.unmerge_adapter() first",
         )
     base = layer.base_layer
-    own = dict(base.named_parameters(recurse=False))
-    before = {key: param.data for key, param in own.items()}
+    params = dict(base.named_parameters(recurse=False))
+    before = {key: param.data for key, param in params.items()}
     try:
         with torch.no_grad():
-            for key, param in own.items():
+            for key, param in params.items():
                 param.data = before[key].clone()
             layer.merge()
         after = dict(base.named_parameters(recurse=False))
-        if any(after.get(key) is not param for key, param in own.items()):
+        if any(after.get(key) is not param for key, param in params.items()):
             raise UsageError(f"engine.stream_weights(merge_adapters): {name}", expected="an adapter that adds in place")
-        return {id(param): param.data for param in own.values()}
+        return {id(param): param.data for param in params.values()}
     finally:
-        for key, param in own.items():
+        for key, param in params.items():
             param.data = before[key]
         layer.merged_adapters.clear()
 

@@ -207,7 +207,7 @@ def _shard_optimizer(plan: TrainPlan, units: Sequence[ParamUnit], tiers: TierSet
 def _let_modes_change_weights(optimizer: Any, engine: EngineBase) -> None:
     """Routes `optimizer.train()` and `.eval()`, with which schedule-free classes change weights, through the engine."""
     for mode in ("train", "eval"):
-        own = getattr(type(optimizer), mode, None)
-        if callable(own):
-            setattr(optimizer, mode, partial(engine.change_masters, partial(own, optimizer)))
+        method = getattr(type(optimizer), mode, None)
+        if callable(method):
+            setattr(optimizer, mode, partial(engine.change_masters, partial(method, optimizer)))
             engine.at_destroy(partial(vars(optimizer).pop, mode, None))

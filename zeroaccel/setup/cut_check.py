@@ -332,32 +332,32 @@ class _Record:
             return self._compare(named or call[0], expected, sample, inside=bool(named), is_result=is_result)
         return False
 
-    def _compare(self, name: str, whole: _OutputSample, own: _OutputSample, *, inside: bool, is_result: bool) -> bool:
+    def _compare(self, name: str, whole: _OutputSample, cut: _OutputSample, *, inside: bool, is_result: bool) -> bool:
         expected = whole.values
-        if whole.shape != own.shape:
-            dim = self._cut_dim(whole.shape, own.shape)
+        if whole.shape != cut.shape:
+            dim = self._cut_dim(whole.shape, cut.shape)
             if dim is None:
                 if is_result:
-                    self._differs(name, f"the shape {tuple(whole.shape)}, as with {{}}", str(tuple(own.shape)))
+                    self._differs(name, f"the shape {tuple(whole.shape)}, as with {{}}", str(tuple(cut.shape)))
                 return False
-            expected = expected.narrow(dim, self.cut.index * own.shape[dim], own.shape[dim])
+            expected = expected.narrow(dim, self.cut.index * cut.shape[dim], cut.shape[dim])
         elif self.cut.by_tokens and not is_result:
             return False  # not per token: equal on all ranks, or pooled, which the result shows
         size = whole.size.item()
         if not 1e-12 < size < float("inf"):  # nothing to compare with
             return False
-        figure = (own.values - expected).square().mean().sqrt().item() / size
+        figure = (cut.values - expected).square().mean().sqrt().item() / size
         if not figure <= self.tolerance:
             about = f"a relative difference of at most {self.tolerance:g} from the values with {{}}, on a trial batch"
             self._differs(name, about, float(f"{figure:.1e}"), inside=inside)
         return figure <= self.tolerance
 
-    def _cut_dim(self, whole: torch.Size, own: torch.Size) -> int | None:
+    def _cut_dim(self, whole: torch.Size, cut: torch.Size) -> int | None:
         """Returns the dim along which an output has this rank's tokens; None if it is no part of the whole output."""
-        if not self.cut.by_tokens or len(whole) != len(own):
+        if not self.cut.by_tokens or len(whole) != len(cut):
             return None
-        dims = [dim for dim in range(len(whole)) if whole[dim] != own[dim]]
-        if len(dims) != 1 or whole[dims[0]] != self.tokens or own[dims[0]] * self.cut.size != self.tokens:
+        dims = [dim for dim in range(len(whole)) if whole[dim] != cut[dim]]
+        if len(dims) != 1 or whole[dims[0]] != self.tokens or cut[dims[0]] * self.cut.size != self.tokens:
             return None
         return dims[0]
 
@@ -391,10 +391,10 @@ def _wrapped(model: nn.Module, cut: Cut, record: _Record, *, in_fp32: bool) -> I
     try:
         yield
     finally:
-        for module, own in before:
+        for module, original in before:
             vars(module).pop("forward", None)
-            if own is not None:
-                vars(module)["forward"] = own
+            if original is not None:
+                vars(module)["forward"] = original
 
 
 def _recorded(
@@ -445,8 +445,8 @@ def _run_in_fp32(module: nn.Module, forward: Callable[..., Any], scratch: _Scrat
     """Runs a module's forward with its own weights and buffers in fp32."""
     tables = {**module._parameters, **module._buffers}
     # In the instance's own dict, which takes precedence over its parameters; split layers have theirs there already.
-    own = {key: vars(module).get(key, value) for key, value in tables.items()}
-    half = {key: value for key, value in own.items() if value is not None and value.dtype in _HALF}
+    tables_before = {key: vars(module).get(key, value) for key, value in tables.items()}
+    half = {key: value for key, value in tables_before.items() if value is not None and value.dtype in _HALF}
     before = {key: vars(module)[key] for key in half if key in vars(module)}
     plain = {key: value for key, value in half.items() if type(value) in (Tensor, nn.Parameter)}
     device = next(iter(half.values())).device if half else torch.device("cpu")

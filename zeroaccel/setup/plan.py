@@ -208,12 +208,12 @@ class TrainPlan:
         ranks = self.ranks.collectives
         # A digest first, because the parameters of all ranks together may be many. Settings before parameters, because
         # different settings usually cause different models.
-        own = _Compared(dict(_leaves(self)), dict(self.optimizer.facts), self.ranks.part, self.parameters)
-        common, parameters = (_digest(facts) for facts in ((own.settings, own.optimizer), own.parameters))
-        of_ranks = set(ranks.gather_objects((common, own.part, parameters), "compare plans"))
+        local = _Compared(dict(_leaves(self)), dict(self.optimizer.facts), self.ranks.part, self.parameters)
+        common, parameters = (_digest(facts) for facts in ((local.settings, local.optimizer), local.parameters))
+        of_ranks = set(ranks.gather_objects((common, local.part, parameters), "compare plans"))
         if len({common for common, _, _ in of_ranks}) == 1 and len(of_ranks) == len({part for _, part, _ in of_ranks}):
             return
-        compared: Sequence[_Compared] = ranks.gather_objects(own, "compare plans in detail")
+        compared: Sequence[_Compared] = ranks.gather_objects(local, "compare plans in detail")
         _compare_fields(
             "settings", {rank: list(summary.settings.items()) for rank, summary in enumerate(compared)}, ranks
         )

@@ -115,8 +115,8 @@ def join_ranks(job: JobSpec, axes: Sequence[type[Axis]], launched: Callable[[], 
     data, peers, shards = _or_none(mesh.data_groups), _or_none(mesh.peer_groups), None
     if job.mesh is not None:
         data = data_groups(job.mesh, collectives)
-        own = next(ranks for ranks in data if topology.rank in ranks)
-        samplers, sampler = Fact(len(own), "initialize(mesh)"), own.index(topology.rank)
+        group = next(ranks for ranks in data if topology.rank in ranks)
+        samplers, sampler = Fact(len(group), "initialize(mesh)"), group.index(topology.rank)
         if (size := shard_size_of(job.mesh)) is not None:
             shards = ShardSize(size, "the size of the mesh's second axis", "pass a mesh of one axis")
     elif asked is not None:
@@ -158,9 +158,9 @@ def _check_same_mesh(mesh: ParallelConfig, collectives: Collectives) -> None:
 
 def _divide_cores(topology: Topology, collectives: Collectives) -> None:
     """Sets the kernels' threads to this rank's share of the cores, unless the environment sets them. (all ranks)"""
-    own = core_set()
-    cores_of = collectives.gather_objects(own, "cores")
+    cores = core_set()
+    cores_of = collectives.gather_objects(cores, "cores")
     if omp_threads_chosen() or collectives.world_size != topology.world_size:
         return
     node = next(node for node in topology.nodes if topology.rank in node)
-    use_threads(fair_threads(usable_cores(), own, [cores_of[rank] for rank in node]))
+    use_threads(fair_threads(usable_cores(), cores, [cores_of[rank] for rank in node]))

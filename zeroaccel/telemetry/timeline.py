@@ -233,12 +233,12 @@ def clock_offsets(collectives: Collectives) -> list[tuple[int, int]]:
     round the offset therefore lies between rank 0's entry minus the rank's exit and rank 0's exit minus the rank's
     entry. Ranks of one machine read one clock.
     """
-    own = []
+    offsets = []
     for _ in range(_CLOCK_ROUNDS):
         before = time.perf_counter_ns()
         collectives.barrier("clock offsets")
-        own.append((before, time.perf_counter_ns()))
-    of_ranks: list[list[tuple[int, int]]] = collectives.gather_objects(own, "clock offsets")
+        offsets.append((before, time.perf_counter_ns()))
+    of_ranks: list[list[tuple[int, int]]] = collectives.gather_objects(offsets, "clock offsets")
     here = next((set(node) for node in collectives.topology.nodes if 0 in node), {0})
     return [(0, 0) if rank in here else _offset(of_ranks[0], times) for rank, times in enumerate(of_ranks)]
 

@@ -456,8 +456,8 @@ class Trackers:
         Args:
             log_kwargs: additional arguments of each tracker's `log`, by tracker name.
         """
-        own = log_kwargs or {}
-        _each(self._running, "log", lambda tracker: tracker.log(values, step=step, **dict(own.get(tracker.name, {}))))
+        more = log_kwargs or {}
+        _each(self._running, "log", lambda tracker: tracker.log(values, step=step, **dict(more.get(tracker.name, {}))))
 
     def log_images(
         self,

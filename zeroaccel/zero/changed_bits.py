@@ -22,7 +22,7 @@ class ChangedBits:
     """The bits of one rank's shard, allocated when the first element changes.
 
     Args:
-        own: range of the shard in the buffer, S elements.
+        shard: range of the shard in the buffer, S elements.
         has_bits: False for elements without bits, which always count as changed.
 
     Attributes:
@@ -30,8 +30,8 @@ class ChangedBits:
         bits: (S / 8 rounded up,) uint8; bit i % 8 of byte i // 8 marks element i. None if no element has changed.
     """
 
-    def __init__(self, own: FlatRange, device: torch.device, *, has_bits: bool) -> None:
-        self.own = own
+    def __init__(self, shard: FlatRange, device: torch.device, *, has_bits: bool) -> None:
+        self.own = shard
         self.bits: Tensor | None = None
         self._device = device
         self._has_bits = has_bits

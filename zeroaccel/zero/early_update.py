@@ -67,10 +67,10 @@ class _Spare:
             sources = {id(param): piece.param.detach()}
             for name, value in self._optimizer.state.get(piece.param, {}).items():
                 if isinstance(value, Tensor) and value.dim() > 0:
-                    own = before.get(name)
-                    if not isinstance(own, Tensor) or (own.shape, own.dtype) != (value.shape, value.dtype):
-                        own = memory(value.shape, value.dtype)
-                    sources[id(own)], value = value, own
+                    buffer = before.get(name)
+                    if not isinstance(buffer, Tensor) or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
+                        buffer = memory(value.shape, value.dtype)
+                    sources[id(buffer)], value = value, buffer
                 new[name] = value
             self.states[index] = new
             self.sources.append((param, sources))
@@ -188,9 +188,9 @@ class EarlyUpdate:
         with span("update", buffer.key):
             for piece, new, (param, sources) in zip(buffer.masters.pieces, spare.states, spare.sources, strict=True):
                 self._twin.state[param] = new
-                own = None if out is None else out[piece.range]
+                target = None if out is None else out[piece.range]
                 group, part = groups[piece.group], grad[piece.range]
-                self._twin.step_shard(group, param, part, grad_scale=grad_scale, out=own, sources=sources)
+                self._twin.step_shard(group, param, part, grad_scale=grad_scale, out=target, sources=sources)
 
     def judge(self, factor: float | Tensor | None, gradients: Sequence[GradientBuffer]) -> set[int]:
         """Returns the ids of the buffers whose early updates are those of this step, and drops the others.

@@ -203,17 +203,17 @@ class Hooks:
                 return None  # an inner module, or another program's pre-hook raised before ours ran
             _, use = self._uses.pop()
             try:
-                own = _in_own_memory(output, module, coordinator.needed_by(unit))
+                copied = _in_own_memory(output, module, coordinator.needed_by(unit))
             except EngineStateError:
                 coordinator.post_forward(use, has_raised=True)
                 raise
             training = torch.is_grad_enabled()
-            nodes = producers(own) if training else []
+            nodes = producers(copied) if training else []
             for node in nodes:
                 node.register_prehook(lambda _: self._pre_backward(use))
-            opaque = training and next(tensors_in(own), None) is None
+            opaque = training and next(tensors_in(copied), None) is None
             coordinator.post_forward(use, opaque=opaque, has_grad=bool(nodes), has_raised=output is None)
-            return None if own is output else own
+            return None if copied is output else copied
 
         return before, after
 
@@ -221,8 +221,8 @@ class Hooks:
         """Returns True if the module reads its units one after the other, and the hooks see each read."""
         if unit.modules != (module,) or not isinstance(module._parameters, WatchedParameters):
             return False
-        own = {id(param) for param in module._parameters.values()}  # an adapter may have removed some since
-        all_own = all(id(param) in own for buffer in unit.buffers for param in buffer.params)
+        ids = {id(param) for param in module._parameters.values()}  # an adapter may have removed some since
+        all_own = all(id(param) in ids for buffer in unit.buffers for param in buffer.params)
         return all_own and computes_in_turn(module)
 
     def _pre_backward(self, use: ForwardUse) -> None:
@@ -347,8 +347,8 @@ def _in_own_memory(output: Any, module: nn.Module, units: Iterable[ParamUnit]) -
 
     if not any(is_view(tensor) for tensor in tensors_in(output)):
         return output
-    own: Callable[[Tensor], Tensor] = _OwnMemory.apply
-    copied = map_tensors(lambda tensor: own(tensor) if is_view(tensor) else tensor, output)
+    copy: Callable[[Tensor], Tensor] = _OwnMemory.apply
+    copied = map_tensors(lambda tensor: copy(tensor) if is_view(tensor) else tensor, output)
     if (view := next(filter(is_view, tensors_in(copied)), None)) is not None:
         buffer = storages[view.untyped_storage()._cdata]
         raise EngineStateError(
@@ -414,13 +414,13 @@ def _discard(param: nn.Parameter) -> None:
 
 def _owners_below(root: nn.Module, unit: ParamUnit) -> list[nn.Module]:
     """Returns the modules below the root that hold parameters of its unit; code may call them without the root."""
-    own = {id(param) for buffer in unit.buffers for param in buffer.params}
+    ids = {id(param) for buffer in unit.buffers for param in buffer.params}
     compiled = compiled_within(root)
     owners = [
         module
         for module in root.modules()
         if any(
-            id(each) in own for param in module._parameters.values() if param is not None for each in carriers(param)
+            id(each) in ids for param in module._parameters.values() if param is not None for each in carriers(param)
         )
     ]
     return [module for module in owners if module is not root and id(module) not in compiled]

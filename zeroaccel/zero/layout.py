@@ -148,9 +148,9 @@ class Split:
         run = math.prod(shape[self.dim :]) // self.blocks
         while part:
             row, first = divmod(part.start, run)
-            own = FlatRange(part.start, min(part.end, (row + 1) * run))
-            yield (row * self.parts + self.index) * run + first, own
-            part = FlatRange(own.end, part.end)
+            run_range = FlatRange(part.start, min(part.end, (row + 1) * run))
+            yield (row * self.parts + self.index) * run + first, run_range
+            part = FlatRange(run_range.end, part.end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +190,8 @@ class Slot:
         if self.split is None:
             yield part.start - self.start, part
             return
-        for first, own in self.split.runs(self.shape, FlatRange(part.start - self.start, part.end - self.start)):
-            yield first, FlatRange(self.start + own.start, self.start + own.end)
+        for first, elements in self.split.runs(self.shape, FlatRange(part.start - self.start, part.end - self.start)):
+            yield first, FlatRange(self.start + elements.start, self.start + elements.end)
 
     @property
     def end(self) -> int:

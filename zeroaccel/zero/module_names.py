@@ -86,7 +86,7 @@ def finder(stored: Iterable[str]) -> Callable[[str], str | None]:
     names = list(stored)
     there, plain = set(names), {plain_name(name): name for name in reversed(names)}
     if names and all(name.startswith(_CHILD) for name in plain):  # saved from a parallel wrapper
-        plain = {name.removeprefix(_CHILD): own for name, own in plain.items()} | plain
+        plain = {name.removeprefix(_CHILD): stored_name for name, stored_name in plain.items()} | plain
     return lambda name: name if name in there else plain.get(name)
 
 
@@ -95,5 +95,5 @@ def for_model(state: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
     plain, find = plain_names(model), finder(state)
     tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     names = (".".join(part for part in name.split(".") if part not in _HIDDEN) for name, _ in tensors)
-    own = {stored: name for name in names if (stored := find(plain(name))) not in (None, name)}
-    return {own.get(name, name): value for name, value in state.items()} if own else state
+    names_of_model = {stored: name for name in names if (stored := find(plain(name))) not in (None, name)}
+    return {names_of_model.get(name, name): value for name, value in state.items()} if names_of_model else state

@@ -121,9 +121,9 @@ def fingerprint(data: Tensor) -> Tensor:
     weights = _host_weights(length) if on_host else _weights(min(words.numel(), length), data.device)
     for number, start in enumerate(range(0, words.numel(), length)):
         part = words[start : start + length]
-        own = weights[: part.numel()]
+        factors = weights[: part.numel()]
         # dot of integers stores no products in memory; devices do not have it.
-        total += (2 * number + 1) * (torch.dot(part, own) if on_host else (part * own).sum())
+        total += (2 * number + 1) * (torch.dot(part, factors) if on_host else (part * factors).sum())
     return total
 
 
@@ -175,7 +175,7 @@ class ParamIntegrityCheck:
         with torch._C.DisableTorchFunctionSubclass():
             self.check_writes()
             # Compare the module tree first: it is only necessary to walk all parameters by name after it has changed.
-            if any(module._modules != children or _ids(module) != own for module, children, own in self._structure):
+            if any(module._modules != children or _ids(module) != ids for module, children, ids in self._structure):
                 self._check_parameters()
             # One parameter per buffer: calls such as `model.half()` change all of them.
             for buffer in self._buffers:

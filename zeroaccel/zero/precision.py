@@ -256,17 +256,17 @@ class BufferDtypes:
 
     def _following(self, model: nn.Module) -> dict[str, bool]:
         """Returns prefix -> True if all floating-point parameters of a module are cast: its own, or those below it."""
-        own: dict[str, bool] = {}
+        results: dict[str, bool] = {}
         plain = plain_names(model)
         for name, param in model.named_parameters(remove_duplicate=False):
             if param.is_floating_point() and plain(name) not in self.fp32_names and scales_of(param) is None:
                 prefix = name.rpartition(".")[0]
-                own[prefix] = own.get(prefix, True) and dtype_before(param) is not self.precision
-        follows = dict(own)
+                results[prefix] = results.get(prefix, True) and dtype_before(param) is not self.precision
+        follows = dict(results)
         # A module without parameters, such as one that only holds a table, takes the result of the modules below it.
-        for prefix, is_cast in own.items():
+        for prefix, is_cast in results.items():
             for outer in _outwards(prefix):
-                if outer not in own:
+                if outer not in results:
                     follows[outer] = follows.get(outer, True) and is_cast
         return follows
 

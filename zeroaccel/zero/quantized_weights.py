@@ -294,10 +294,10 @@ def load_state(model: nn.Module, values: Mapping[str, Tensor]) -> None:
             value.detach().copy_(values[name].view(value.shape))
             continue
         # For a state dict the library packs numbers, including a scale, as JSON into a tensor.
-        saved, own = _unpacked(values[name]), _unpacked(value)
+        saved, target = _unpacked(values[name]), _unpacked(value)
         offset = saved.pop(_OFFSET, None)
-        if saved != {key: number for key, number in own.items() if key != _OFFSET}:
-            raise UsageError(f"parameter {fqn}", expected=f"codes as in the model: {own}", got=saved)
+        if saved != {key: number for key, number in target.items() if key != _OFFSET}:
+            raise UsageError(f"parameter {fqn}", expected=f"codes as in the model: {target}", got=saved)
         if offset is not None:
             param.quant_state.offset.fill_(offset)
 

@@ -128,8 +128,8 @@ class ShardedOptimizer:
                     made = self.optimizer.state.get(param, {})
                     piece.constructed = {key: made[key] for key in made if not isinstance(made[key], Tensor)}
                 pieces[piece.group].append((order[id(param)], piece))
-        for group, own in zip(self.optimizer.param_groups, pieces, strict=True):
-            group["params"] = [piece.param for _, piece in sorted(own, key=lambda item: item[0])]
+        for group, of_group in zip(self.optimizer.param_groups, pieces, strict=True):
+            group["params"] = [piece.param for _, piece in sorted(of_group, key=lambda item: item[0])]
 
     def guard(self, complete: Callable[[], object]) -> Callable[[], None]:
         """Makes a program's `optimizer.step()` an error: the engine has taken the gradients off the parameters.
@@ -230,8 +230,8 @@ class ShardedOptimizer:
                 out = written.enter_context(self.writer.new_weights(gradient.buffer))
                 grad = gradient.reduced()
                 for piece in gradient.buffer.masters.pieces:
-                    own = None if out is None else out[piece.range]
-                    steps[piece.group].append(TensorStep(piece.param, grad[piece.range], own))
+                    piece_out = None if out is None else out[piece.range]
+                    steps[piece.group].append(TensorStep(piece.param, grad[piece.range], piece_out))
             for group, own_steps in zip(self.optimizer.param_groups, steps, strict=True):
                 self.optimizer.step_many(group, own_steps, grad_scale=grad_scale, kernels=kernels)
 

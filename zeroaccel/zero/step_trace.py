@@ -188,8 +188,8 @@ class StepTrace:
         """
         assert self._timeline is not None, "finish without start"
         self._undo.close()
-        own = self._timeline.resolved()
-        of_ranks: list[RankSpans] = self._job.gather_objects(_with_unit_names(own), "trace: spans")
+        spans = self._timeline.resolved()
+        of_ranks: list[RankSpans] = self._job.gather_objects(_with_unit_names(spans), "trace: spans")
         steps = min(len(rank_spans.steps) for rank_spans in of_ranks)
         if not steps:
             raise EngineStateError(
@@ -228,13 +228,13 @@ class StepTrace:
         )
 
 
-def _with_unit_names(own: RankSpans) -> RankSpans:
+def _with_unit_names(recorded: RankSpans) -> RankSpans:
     """Replaces buffer keys such as "layers.0/1", unit and number, with the unit's name, in updates and copies."""
     spans = (
         span._replace(name=span.name.rpartition("/")[0] or span.name) if span.kind in ("update", "copy") else span
-        for span in own.spans
+        for span in recorded.spans
     )
-    return RankSpans(tuple(spans), own.steps)
+    return RankSpans(tuple(spans), recorded.steps)
 
 
 def unwritable(path: Path) -> UsageError | None:

@@ -79,20 +79,20 @@ def show(params: Sequence[nn.Parameter], tensors: Sequence[Tensor], uses: Sequen
     """
     # Each unit comes here several times per step: a plain parameter needs no calls except the check that it is plain.
     for index, (param, tensor) in enumerate(zip(params, tensors, strict=True)):
-        kind, own = type(param), param.__dict__
-        if (kind is not nn.Parameter and kind is not ShardedParameter) or _SCALES in own or _FOLLOWERS in own:
+        kind, attrs = type(param), param.__dict__
+        if (kind is not nn.Parameter and kind is not ShardedParameter) or _SCALES in attrs or _FOLLOWERS in attrs:
             as_ordinary(param)
             set_local(param, tensor)
             if uses is not None:
                 as_sharded(param, uses[index])
             continue
         if kind is ShardedParameter:
-            del own[_RECORD]
+            del attrs[_RECORD]
             param.__class__ = nn.Parameter
         param.data = tensor
         if uses is not None:
             param.__class__ = ShardedParameter
-            own[_RECORD] = uses[index]
+            attrs[_RECORD] = uses[index]
 
 
 def sharded_use(
@@ -200,8 +200,8 @@ def rewrapped(wrapper: Any, tensors: Mapping[str, Tensor], prefix: str = "") -> 
     """
     names, facts = wrapper.__tensor_flatten__()
     inner = {
-        name: rewrapped(own, tensors, f"{prefix}{name}.") if is_wrapper(own) else tensors[f"{prefix}{name}"]
-        for name, own in ((name, getattr(wrapper, name)) for name in names)
+        name: rewrapped(t, tensors, f"{prefix}{name}.") if is_wrapper(t) else tensors[f"{prefix}{name}"]
+        for name, t in ((name, getattr(wrapper, name)) for name in names)
     }
     result: Any = type(wrapper).__tensor_unflatten__(inner, facts, wrapper.shape, wrapper.stride())
     return result.decoded_values() if hasattr(result, "decoded_values") else result  # type: ignore[no-any-return]
@@ -553,8 +553,8 @@ def _run_whole(
     with ExitStack() as stack:
         tests = []
         for owner in {id(owner): owner for owner, _ in params.values()}.values():
-            own = [param for holder, param in params.values() if holder is owner]
-            tests.append(stack.enter_context(owner.using(own, call, writes=writes)))
+            all_of = [param for holder, param in params.values() if holder is owner]
+            tests.append(stack.enter_context(owner.using(all_of, call, writes=writes)))
         whole: dict[int, Any] = {}
         originals: dict[int, Any] = {}
 

@@ -145,13 +145,13 @@ class WeightUpdate:
         waiting = {id(buffer) for unit in later for buffer in _trained(unit)}
         gradients = [gradient for gradient in gradients if id(gradient.buffer) not in waiting]
         gradients.sort(key=lambda gradient: not gradient.stays)  # the device updates while the host does
-        own = [each.buffer for each in gradients]
-        with self._new_weights(own, agrees=self._tiers.can_fail and bool(own)) as new:
+        buffers = [each.buffer for each in gradients]
+        with self._new_weights(buffers, agrees=self._tiers.can_fail and bool(buffers)) as new:
             optimizer.begin_update()
             is_updated = False
             with new.failures():
                 is_updated = not later and optimizer.step_all(gradients, grad_scale)
-            following = followers(own)
+            following = followers(buffers)
             for gradient in gradients:
                 buffer = gradient.buffer
                 with new.weights_of(buffer):

@@ -52,14 +52,14 @@ class WeightWriter:
         if out is None:
             yield None
             return
-        own, before = buffer.own & buffer.masters.range, None
+        shard, before = buffer.own & buffer.masters.range, None
         if buffer.changed is not None and buffer.dtype.itemsize == 2:
-            before = buffer.shard.read(own).clone()  # for a staged tier, its current content
+            before = buffer.shard.read(shard).clone()  # for a staged tier, its current content
         yield out
         if buffer.changed is not None and before is not None:
             self.finish_host_writes()
             self.order_copies()
-            buffer.changed.compare(before.to(out[own].device), out[own])
+            buffer.changed.compare(before.to(out[shard].device), out[shard])
         if buffer.shard.is_swapped:  # they go to a file next
             self.finish_host_writes()
         buffer.shard.commit()

@@ -88,8 +88,8 @@ class GatheredParameters:
 
     def __enter__(self) -> None:
         # In the order of the units, which is the same on all ranks: each gather is a collective.
-        own = [parameter_of(param) for param in self._params if isinstance(param, Tensor)]
-        params = [each for param in own for each in (param, *(scales_of(param) or {}).values())]
+        requested = [parameter_of(param) for param in self._params if isinstance(param, Tensor)]
+        params = [each for param in requested for each in (param, *(scales_of(param) or {}).values())]
         for param in params:
             unshard_released(param)
         unique = {id(handle.param): handle for param in params if (handle := handle_of(param)) is not None}
@@ -123,24 +123,24 @@ class GatheredParameters:
     ) -> None:
         self._saving.close()
         handles, self._handles, versions, self._versions = self._handles, [], self._versions, []
-        for registry, own in _by_registry(handles):
+        for registry, group in _by_registry(handles):
             # A loop over named parameters often needs the same unit again next.
-            keep_values = kind is None and (self._rank is None or not any(h.buffer.shard.rounds_writes for h in own))
+            keep_values = kind is None and (self._rank is None or not any(h.buffer.shard.rounds_writes for h in group))
             try:
-                self._settle(registry, own, error, versions)
+                self._settle(registry, group, error, versions)
             except _UnownedWrite as write:
                 keep_values = False
                 if not self._discards:
                     raise
-                self._undo(own, write)
+                self._undo(group, write)
             except BaseException:
                 keep_values = False
                 raise
             finally:
-                for handle in own:
+                for handle in group:
                     registry.write_detector.leave(handle.buffer, handle.index, writes=self._rank is not None)
                     handle.buffer.accept_write(handle.index)
-                registry.release(_units(own), keep_values=keep_values)
+                registry.release(_units(group), keep_values=keep_values)
 
     def _settle(
         self,
@@ -256,11 +256,11 @@ def store(handle: ParamHandle, before: Tensor | None = None) -> None:
         before: masters before the write, if they can no longer be read.
     """
     buffer = handle.buffer
-    own = handle.slot.range & buffer.own
-    buffer.note_written(own)
+    shard = handle.slot.range & buffer.own
+    buffer.note_written(shard)
     with torch.no_grad():
         if not buffer.persistent:  # a persistent buffer is its own shard
-            buffer.shard.write(own, buffer.full[own.at(0)])
+            buffer.shard.write(shard, buffer.full[shard.at(0)])
             handle.unit.drop_secondary()
         handle.require_settled("new values")
         # A replicated optimizer has the masters of the full parameter on every rank; each rank updates all of them.
@@ -287,10 +287,10 @@ def overwrite(handle: ParamHandle, value: Tensor) -> None:
         value: tensor of the parameter's shape, any dtype, equal on all ranks; the master stores it in fp32.
     """
     buffer, slot = handle.buffer, handle.slot
-    own = slot.range & buffer.own
+    shard = slot.range & buffer.own
     handle.require_settled("new values")
     handle.registry.before_write()
-    buffer.note_written(own)
+    buffer.note_written(shard)
     with torch.no_grad():
         # The master receives the value itself, not the shard's rounded one: fp32 values keep their bits.
         flat = value.detach().reshape(-1).to(buffer.full.device)
@@ -298,7 +298,7 @@ def overwrite(handle: ParamHandle, value: Tensor) -> None:
         buffer.full[slot.range.at(0)].copy_(new.values)
         buffer.accept_write(handle.index)
         if not buffer.persistent:
-            buffer.shard.write(own, buffer.full[own.at(0)])
+            buffer.shard.write(shard, buffer.full[shard.at(0)])
         part = slot.range & buffer.masters.range
         buffer.masters.write(part, new[part])
 

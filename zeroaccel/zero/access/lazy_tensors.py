@@ -455,12 +455,12 @@ def _box_of_node(place: Tensor, shape: Sequence[int], box: Box, out: Tensor) -> 
     for dim, (size, stride) in enumerate(zip(place.shape, place.stride(), strict=True)):
         if size == 1:
             continue
-        own = free.pop(stride, None)
-        if own is None or index[own] + size > shape[own]:
+        axis = free.pop(stride, None)
+        if axis is None or index[axis] + size > shape[axis]:
             return None
         first, end = box[dim]
-        ends[own] = (index[own] + first, index[own] + end)
-        sizes[own], out_strides[own] = end - first, out.stride(dim)
+        ends[axis] = (index[axis] + first, index[axis] + end)
+        sizes[axis], out_strides[axis] = end - first, out.stride(dim)
     return tuple(ends), out.as_strided(sizes, out_strides, _offset(out))
 
 

@@ -82,9 +82,9 @@ def _set_masters(handle: ParamHandle, flat: Tensor) -> None:
     values = FlatTensor(handle.slot.range, flat)
     _write(handle, _masters(handle), values)
     with torch.no_grad():  # after the master, which in fp32 shares memory with these
-        buffer, own = handle.buffer, _own(handle)
-        buffer.note_written(own)
-        buffer.shard.write(own, values[own])
+        buffer, shard = handle.buffer, _own(handle)
+        buffer.note_written(shard)
+        buffer.shard.write(shard, values[shard])
         handle.unit.drop_copies()
         if buffer.full.untyped_storage().nbytes():
             buffer.full[handle.slot.range.at(0)].copy_(flat)
@@ -102,8 +102,8 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
         UsageError: no engine has the parameter, or `value` has another number of elements.
     """
     handle = _required(param, "safe_set_local_fp32_param")
-    own = _checked_local(handle, value, "safe_set_local_fp32_param")
-    full = _assembled(handle, own, f"set {handle.slot.fqn}")
+    shard = _checked_local(handle, value, "safe_set_local_fp32_param")
+    full = _assembled(handle, shard, f"set {handle.slot.fqn}")
     _set_masters(handle, full)
 
 
@@ -181,13 +181,13 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     """Replaces this rank's elements of one tensor of the optimizer's state. (all ranks)"""
     handle = _required(param, "safe_set_local_optimizer_state")
-    own = _checked_local(handle, value, "safe_set_local_optimizer_state")
+    shard = _checked_local(handle, value, "safe_set_local_optimizer_state")
     values = _states(handle, optim_state_key)
     if values.is_replicated:
-        full = _assembled(handle, own, f"set {optim_state_key} of {handle.slot.fqn}")
+        full = _assembled(handle, shard, f"set {optim_state_key} of {handle.slot.fqn}")
         _write(handle, values, FlatTensor(handle.slot.range, full))
     else:
-        _write(handle, values, FlatTensor(_own(handle), own))
+        _write(handle, values, FlatTensor(_own(handle), shard))
 
 
 # -- finding values
@@ -317,11 +317,11 @@ def _copied(handle: ParamHandle, values: _Values, part: FlatRange) -> Tensor:
     return out.mul_(values.factor) if values.factor != 1.0 else out
 
 
-def _assembled(handle: ParamHandle, own: Tensor, label: str) -> Tensor:
+def _assembled(handle: ParamHandle, shard: Tensor, label: str) -> Tensor:
     """Returns (numel,), all-gathered from each rank's elements without padding."""
     numels = [handle.reach(rank).numel for rank in range(handle.buffer.layout.world_size)]
-    out = torch.empty(handle.slot.numel, dtype=own.dtype, device=own.device)
-    handle.buffer.holders(handle.registry.collectives).all_gather(out, own, label, numels).wait()
+    out = torch.empty(handle.slot.numel, dtype=shard.dtype, device=shard.device)
+    handle.buffer.holders(handle.registry.collectives).all_gather(out, shard, label, numels).wait()
     return out
 
 
@@ -382,8 +382,8 @@ def _checked(handle: ParamHandle, value: Tensor, call: str) -> Tensor:
 
 
 def _checked_local(handle: ParamHandle, value: Tensor, call: str) -> Tensor:
-    own, where = _own(handle), f"{call}({handle.slot.fqn})"
+    shard, where = _own(handle), f"{call}({handle.slot.fqn})"
     with agreed(handle.registry.everyone, f"{where}: shape"):
-        if value.numel() != own.numel:
-            raise UsageError(f"{where}: the value", expected=f"{own.numel} elements on this rank", got=value.numel())
+        if value.numel() != shard.numel:
+            raise UsageError(f"{where}: the value", expected=f"{shard.numel} elements on this rank", got=value.numel())
     return value.detach().to(device=handle.buffer.full.device, dtype=torch.float32).contiguous().view(-1)

@@ -65,9 +65,9 @@ def dtype_name(dtype: torch.dtype) -> str:
     raise CheckpointError(f"dtype {dtype}", expected=f"one of {', '.join(TORCH_NAMES)}")
 
 
-def are_other_codes(saved: str, own: str) -> bool:
+def are_other_codes(saved: str, dtype: str) -> bool:
     """Returns True if one of two dtypes is an 8-bit float and the other is not: a cast would need the codes' scale."""
-    return saved != own and "F8" in (saved[:2], own[:2])
+    return saved != dtype and "F8" in (saved[:2], dtype[:2])
 
 
 def dtype_of(name: str) -> torch.dtype:

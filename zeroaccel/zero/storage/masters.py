@@ -86,8 +86,8 @@ def make_states(optimizer: Optimizer, pieces: Sequence[MasterPiece]) -> None:
             group["params"] = [piece.param for piece in pieces if piece.group == index]
         renew_state(optimizer)
     finally:
-        for group, own in zip(optimizer.param_groups, params, strict=True):
-            group["params"] = own
+        for group, params_of in zip(optimizer.param_groups, params, strict=True):
+            group["params"] = params_of
     for piece in pieces:
         optimizer.state[piece.param].update(piece.constructed)
     for param, state in before.items():

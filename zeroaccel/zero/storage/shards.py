@@ -205,9 +205,9 @@ class ShardStorage(ABC):
             return partial(gather, full, source, label, self._split_sizes)
         # Copy directly into this rank's part of the output, so that the gather is in place; it follows on this stream.
         assert self.copies is not None, f"{label}: a shard on {source.device} and no stream to copy it"
-        own = full[self._shard.at(0)]
-        self._copied = self.copies.to_device(own, source)
-        return partial(_CopiedGather, self._copied, self.copies, partial(gather, full, own, label, self._split_sizes))
+        place = full[self._shard.at(0)]
+        self._copied = self.copies.to_device(place, source)
+        return partial(_CopiedGather, self._copied, self.copies, partial(gather, full, place, label, self._split_sizes))
 
     def prepare_secondary_gather(self, full: Tensor, collectives: Collectives, label: str) -> Callable[[], Work]:
         """Returns the call that starts an all-gather of the valid secondary copy into `full`, (N,)."""
