@@ -142,8 +142,8 @@ def _aligned(traces: Sequence[MemoryTrace]) -> list[MemoryTrace]:
     for other in names[1:]:
         common = [common[index] for index, _ in _pairs(common, other)]
     reduced = []
-    for trace, operations_of in zip(traces, names, strict=True):
-        places = [index for _, index in _pairs(common, operations_of)]
+    for trace, steps in zip(traces, names, strict=True):
+        places = [index for _, index in _pairs(common, steps)]
         if len(places) != len(common) or not _omits_no_peak(trace, places):
             return []
         moments, operations = zip(*((trace.moments[at], trace.operations[at]) for at in places), strict=True)

@@ -460,7 +460,7 @@ def _shared(stage: Stage, pieces: Sequence[_StageModule]) -> list[SharedParamete
 def _tie_of(model: nn.Module, param: nn.Parameter) -> nn.Module | None:
     """Returns the module that names a tie of the parameter in the user's terms, by `shared_by` and `sharing_fix`."""
     holders = (module for module in model.modules() if hasattr(module, "shared_by"))
-    return next((module for module in holders if any(param_of is param for param_of in module.parameters())), None)
+    return next((module for module in holders if any(candidate is param for candidate in module.parameters())), None)
 
 
 def _shared_by_stages(name: str, tie: nn.Module | None) -> UsageError:

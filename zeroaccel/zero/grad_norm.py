@@ -355,9 +355,9 @@ def check_on_device(
         return DeviceStats(facts, None)
     largest_of_facts(facts, largest)
     rows = torch.zeros(len(counted) if norms else 1, 2, dtype=torch.int64, device=device)
-    for index, is_counted in enumerate(counted):
-        if is_counted is not None:
-            square_sums_into(is_counted, largest, rows[index if norms else 0])
+    for index, flat in enumerate(counted):
+        if flat is not None:
+            square_sums_into(flat, largest, rows[index if norms else 0])
     collectives.job.all_reduce_on_device(rows.view(-1), "sum", NORM_LABEL)
     return DeviceStats(facts, rows.sum(0), rows) if norms else DeviceStats(facts, rows[0])
 

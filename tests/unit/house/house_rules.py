@@ -230,11 +230,16 @@ class Source:
         parts = self.path.parts
         return parts[0] if parts[0] != "zeroaccel" else "/".join(parts[1:-1]).split("/")[0]
 
-    @property
+    @cached_property
+    def tokens(self) -> tuple[tokenize.TokenInfo, ...]:
+        """All tokens of the text, cached for three rules."""
+        return tuple(tokenize.generate_tokens(io.StringIO(self.text).readline))
+
+    @cached_property
     def code_lines(self) -> int:
-        """Number of lines with code, without docstrings, comments and blank lines."""
+        """Number of lines with code, without docstrings, comments and blank lines; cached for two rules."""
         bearing: set[int] = set()
-        for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
+        for token in self.tokens:
             if token.type not in _NO_CODE:
                 bearing.update(range(token.start[0], token.end[0] + 1))
         for node in self.nodes:
@@ -248,7 +253,7 @@ class Source:
 
     def prose(self) -> Iterator[tuple[int, str]]:
         """Yields comments, docstrings and names with their lines."""
-        for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
+        for token in self.tokens:
             if token.type in (tokenize.COMMENT, tokenize.NAME):
                 yield token.start[0], token.string.replace("_", " ")
         for node in self.nodes:
@@ -346,14 +351,14 @@ def hooks_are_registered_in_one_file(package: Mapping[str, Source]) -> Iterator[
 def collectives_are_called_in_comm(package: Mapping[str, Source]) -> Iterator[str]:
     for source in package.values():
         if source.folder != "comm":
-            for node, name in _names_of_torch_distributed(source.tree):
+            for node, name in _names_of_torch_distributed(source):
                 if COLLECTIVES.match(name):
                     yield source.at(node, f"torch.distributed.{name} belongs in comm/")
 
 
 def process_groups_are_made_in_one_file(package: Mapping[str, Source]) -> Iterator[str]:
     for source in _outside(package, "zeroaccel/comm/topology.py"):
-        for node, name in _names_of_torch_distributed(source.tree):
+        for node, name in _names_of_torch_distributed(source):
             if GROUP_MAKERS.match(name):
                 yield source.at(node, f"torch.distributed.{name} belongs in comm/topology.py")
 
@@ -629,11 +634,11 @@ def _outside(package: Mapping[str, Source], path: str) -> Iterator[Source]:
 
 
 @cache
-def _names_of_torch_distributed(tree: ast.Module) -> list[tuple[ast.AST, str]]:
+def _names_of_torch_distributed(source: Source) -> list[tuple[ast.AST, str]]:
     """Returns (node, name) for each use of torch.distributed or its submodules, under any alias."""
     found: list[tuple[ast.AST, str]] = []
     modules = {"torch.distributed"}  # expressions for modules of torch.distributed
-    for node in ast.walk(tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import):
             modules |= {alias.asname for alias in node.names if alias.asname and _distributed(alias.name)}
         elif isinstance(node, ast.ImportFrom):
@@ -641,7 +646,7 @@ def _names_of_torch_distributed(tree: ast.Module) -> list[tuple[ast.AST, str]]:
                 if _distributed(f"{node.module}.{alias.name}"):
                     modules.add(alias.asname or alias.name)
                     found.append((node, alias.name))
-    for node in ast.walk(tree):
+    for node in source.nodes:
         if isinstance(node, ast.Attribute):
             owner = _dotted(node.value)
             if any(f"{owner}.".startswith(f"{module}.") for module in modules):
