@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from zeroaccel.accelerate.kwargs_handlers import GradScalerKwargs as GradScalerKwargs
     from zeroaccel.accelerate.kwargs_handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
     from zeroaccel.accelerate.kwargs_handlers import ProfileKwargs as ProfileKwargs
-    from zeroaccel.accelerate.launchers import debug_launcher as debug_launcher
-    from zeroaccel.accelerate.launchers import notebook_launcher as notebook_launcher
     from zeroaccel.accelerate.prepared_optimizer import DummyOptim as DummyOptim
     from zeroaccel.accelerate.prepared_optimizer import DummyScheduler as DummyScheduler
     from zeroaccel.accelerate.project import ProjectConfiguration as ProjectConfiguration
+    from zeroaccel.accelerate.script_calls import debug_launcher as debug_launcher
     from zeroaccel.accelerate.script_calls import find_executable_batch_size as find_executable_batch_size
+    from zeroaccel.accelerate.script_calls import notebook_launcher as notebook_launcher
     from zeroaccel.accelerate.zero_plugin import DeepSpeedPlugin as DeepSpeedPlugin
     from zeroaccel.accelerate.zero_plugin import ZeroPlugin as ZeroPlugin
     from zeroaccel.config.parallel import ParallelConfig as ParallelConfig

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import destroy, init_process_group
-from zeroaccel.accelerate.launchers import debug_launcher, notebook_launcher
+from zeroaccel.accelerate.script_calls import debug_launcher, notebook_launcher
 from zeroaccel.errors import ZeroAccelError
 from zeroaccel.state import PartialState
 
@@ -96,7 +96,7 @@ ON_DEVICES = """
 import os
 import sys
 import torch
-from zeroaccel.accelerate.launchers import notebook_launcher
+from zeroaccel.accelerate.script_calls import notebook_launcher
 from zeroaccel.errors import ZeroAccelError
 
 # A driver with two devices: a process that has asked it for anything has children that cannot use it.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from zeroaccel import activations
-from zeroaccel.compat.library_config import from_library
+from zeroaccel.compat.deepspeed_config import from_library
 from zeroaccel.config import load_config
 from zeroaccel.config.schema import ActivationCheckpointing
 from zeroaccel.errors import UsageError

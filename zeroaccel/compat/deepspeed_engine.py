@@ -32,10 +32,10 @@ from zeroaccel.compat.deepspeed_answers import DeepSpeedAnswers
 from zeroaccel.compat.deepspeed_calls import MonitorMaster, StepThroughput, check_expert_marks, note_expert_groups
 from zeroaccel.compat.deepspeed_checkpoints import plain_client_state
 from zeroaccel.compat.deepspeed_comm import require_process_group
+from zeroaccel.compat.deepspeed_config import from_library, with_clipping
 from zeroaccel.compat.deepspeed_pipe import PipelineModule
 from zeroaccel.compat.finder import VERSION
 from zeroaccel.compat.leaf_modules import mark_configured, mark_parameters, marked_names
-from zeroaccel.compat.library_config import from_library, with_clipping
 from zeroaccel.compat.parameters import ParameterOffload, attach, watch_gradients
 from zeroaccel.config.document import Document
 from zeroaccel.config.parallel import ParallelConfig, with_config_axes

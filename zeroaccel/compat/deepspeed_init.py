@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zeroaccel.compat.assertions import asserting
-from zeroaccel.compat.library_config import from_library
+from zeroaccel.compat.deepspeed_config import from_library
 from zeroaccel.compat.parameters import attach, attach_whole
 from zeroaccel.config import load_config
 from zeroaccel.errors import UsageError

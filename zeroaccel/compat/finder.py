@@ -130,7 +130,7 @@ def _with_places(original: Any) -> Any:
 
     @functools.wraps(original)
     def read(config: Any, config_file_or_dict: Any) -> None:
-        original(config, import_module("zeroaccel.compat.library_config").read(config_file_or_dict))
+        original(config, import_module("zeroaccel.compat.deepspeed_config").read(config_file_or_dict))
 
     return read
 

@@ -114,7 +114,7 @@ _PROFILES = {"FlopsProfiler": f"{_PROFILER}:OperationProfiler"} | _same(
     _PROFILER, "duration_to_string flops_to_string get_model_profile macs_to_string number_to_string params_to_string"
 )
 
-_ELASTICITY = _same("zeroaccel.compat.elastic_batch", "compute_elastic_config")
+_ELASTICITY = _same("zeroaccel.compat.deepspeed_config", "compute_elastic_config")
 
 SURFACE: Mapping[str, Mapping[str, str]] = {
     PACKAGE: {

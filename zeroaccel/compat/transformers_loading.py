@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import init_process_group
+from zeroaccel.compat.deepspeed_config import from_library
 from zeroaccel.compat.deepspeed_init import DeepSpeedInit
-from zeroaccel.compat.library_config import from_library
 from zeroaccel.config import load_config
 from zeroaccel.errors import CheckpointError, UsageError, listed
 from zeroaccel.logs import logger

@@ -44,9 +44,9 @@ from zeroaccel.compat.deepspeed_config import (
     DeepSpeedZeroOffloadOptimizerConfig,
     OffloadStateTypeEnum,
     ZeroStageEnum,
+    compute_elastic_config,
 )
 from zeroaccel.compat.device_accelerator import DeviceFacts, get_accelerator, set_accelerator
-from zeroaccel.compat.elastic_batch import compute_elastic_config
 from zeroaccel.compat.flops_profiler import OperationProfiler, duration_to_string, get_model_profile, params_to_string
 from zeroaccel.config.schema_zero import OffloadParam
 from zeroaccel.errors import ConfigError, EngineStateError, UsageError

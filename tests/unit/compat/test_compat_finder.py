@@ -18,8 +18,8 @@ from tests import time_limits
 from tests.support.environment import ROOT
 from tests.support.job import run_command
 from zeroaccel import compat
+from zeroaccel.compat.deepspeed_config import from_library, read
 from zeroaccel.compat.finder import inherited_environment
-from zeroaccel.compat.library_config import from_library, read
 from zeroaccel.compat.surface import ABSENT, SURFACE
 from zeroaccel.config import load_config
 from zeroaccel.errors import ConfigError, UsageError

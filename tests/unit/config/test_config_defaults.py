@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from zeroaccel.compat.library_config import with_clipping
+from zeroaccel.compat.deepspeed_config import with_clipping
 from zeroaccel.config.schema import Config
 from zeroaccel.config.schema_zero import OffloadOptimizer, OffloadParam
 

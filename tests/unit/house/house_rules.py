@@ -45,25 +45,24 @@ ENVIRONMENT_READERS = {
     "cli/launch/runner.py": "inside a rank: the number of local ranks, and the path of its error report",
     "zeroaccel/comm/environment.py": "the job's variables from the launcher or a command, and the hang limit",
     "zeroaccel/ops/cupy_kernels.py": "CuPy's folder of compiled kernels",
-    "zeroaccel/compat/library_config.py": "whether accelerate's launcher asked for no clipping",
+    "zeroaccel/compat/deepspeed_config.py": "whether accelerate's launcher asked for no clipping",
     "zeroaccel/compat/__main__.py": "passes the facade on to the processes that a script starts",
     "zeroaccel/compat/startup/sitecustomize.py": "installs the facade if the parent process passes it on",
     "zeroaccel/accelerate/zero_plugin.py": "the launcher's training settings",
     "zeroaccel/initialization.py": "a mesh from the launcher, if the caller passes none",
-    "zeroaccel/accelerate/script_calls.py": "functions about the environment, for scripts that import them",
     "zeroaccel/logging.py": "ACCELERATE_LOG_LEVEL, the level of a script's loggers",
-    "zeroaccel/accelerate/launchers.py": "sets the rank variables inside the ranks that it starts",
+    "zeroaccel/accelerate/script_calls.py": "functions about the environment, and the rank variables of forked ranks",
     "zeroaccel/logs.py": "RANK, which is known before the process group exists, and the log level",
 }
 
 # Folder -> its limit of code lines. A commit that raises a limit states the reason.
 MAX_CODE_LINES: Mapping[str, int] = {
     "": 1216,
-    "accelerate": 4257,
+    "accelerate": 4251,
     "checkpoint": 6956,
     "cli": 7349,
     "comm": 3883,
-    "compat": 4168,
+    "compat": 4141,
     "config": 4583,
     "data": 1001,
     "estimate": 2145,
@@ -83,8 +82,7 @@ MAX_LINES = 900
 MAX_METHODS = 40
 # Files that name CUDA, with the reason. Others use the device's type and torch.get_device_module(device).
 CUDA_FILES = {
-    "zeroaccel/accelerate/launchers.py": "after CUDA's initialization, forks cannot use devices",
-    "zeroaccel/accelerate/script_calls.py": "scripts call it without an engine",
+    "zeroaccel/accelerate/script_calls.py": "after CUDA's initialization, forks cannot use devices",
     "zeroaccel/compat/deepspeed_calls.py": "as DeepSpeed's function of this name",
     "zeroaccel/compat/deepspeed_comm.py": "scripts pass nccl on machines without CUDA",
     "zeroaccel/compat/deepspeed_engine.py": "as DeepSpeed's methods of these names",
