@@ -16,6 +16,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache, cached_property
 from pathlib import PurePosixPath
 
+from tests.support.environment import ROOT
+
 LAYERS = (
     ("errors", "logs", "nested", "templates"),
     ("config",),
@@ -265,6 +267,13 @@ class Source:
     def at(self, node: ast.AST | int, complaint: str) -> str:
         line = node if isinstance(node, int) else getattr(node, "lineno", 1)
         return f"{self.path}:{line}: {complaint}"
+
+
+@cache
+def sources(*folders: str) -> Mapping[str, Source]:
+    """Returns the Python files of folders by path; the tests of a process share them, and so what they parse."""
+    paths = (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py")))
+    return {name: Source(name, path.read_text()) for path in paths for name in [path.relative_to(ROOT).as_posix()]}
 
 
 Rule = Callable[[Mapping[str, Source]], Iterable[str]]  # from files by module name (or path) to "path:line: complaint"

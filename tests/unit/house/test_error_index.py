@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.environment import ROOT
 from tests.support.scripts import load_script
+from tests.unit.house.house_rules import sources
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +60,8 @@ def alone(count):
 def test_every_error_of_the_code_is_in_the_index_and_most_have_a_cause(index: ModuleType) -> None:
     found = list(index.messages(ROOT))
     raised = 0
-    for path in [*(ROOT / "zeroaccel").rglob("*.py"), *(ROOT / "cli").rglob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
+    for source in sources("zeroaccel", "cli", "templates").values():
+        for node in source.nodes:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args:
                 raised += node.func.id.endswith("Error") and hasattr(index.errors, node.func.id)
     assert len(found) >= raised > 800

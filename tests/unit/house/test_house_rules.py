@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
@@ -13,26 +13,19 @@ import pytest
 from tests.support.environment import ROOT
 from tests.support.job import run_command
 from tests.unit.house import house_rules as rules
-from tests.unit.house.house_rules import PACKAGE_RULES, TREE_RULES, Rule, Source, module_name
+from tests.unit.house.house_rules import PACKAGE_RULES, TREE_RULES, Rule, Source, module_name, sources
 
 PACKAGE_FOLDERS = ("zeroaccel", "cli", "templates")
-FOLDERS = (*PACKAGE_FOLDERS, "tests", "examples", "benchmarks")
-
-
-def _files(folders: tuple[str, ...]) -> Iterator[Source]:
-    for folder in folders:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            yield Source(path.relative_to(ROOT).as_posix(), path.read_text())
 
 
 @pytest.fixture(scope="module")
 def package() -> Mapping[str, Source]:
-    return {module_name(source.path): source for source in _files(PACKAGE_FOLDERS)}
+    return {module_name(source.path): source for source in sources(*PACKAGE_FOLDERS).values()}
 
 
 @pytest.fixture(scope="module")
 def tree() -> Mapping[str, Source]:
-    return {str(source.path): source for source in _files(FOLDERS)}
+    return {**sources(*PACKAGE_FOLDERS), **sources("tests", "examples", "benchmarks")}
 
 
 @pytest.mark.parametrize("rule", PACKAGE_RULES, ids=lambda rule: rule.__name__)

@@ -5,29 +5,24 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Iterator, Mapping
-from functools import cache
 from importlib import import_module
 
 import pytest
 
-from tests.support.environment import ROOT
+from tests.unit.house.house_rules import Source, sources
 from tests.unit.house.private_names import OF_PYTHON, PRIVATE, SINCE
 from zeroaccel.compat.finder import _PATCHED
 
-
-@cache
-def _package() -> Mapping[str, ast.Module]:
-    files = (path for folder in ("zeroaccel", "cli") for path in sorted((ROOT / folder).rglob("*.py")))
-    return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in files}
+PACKAGE = sources("zeroaccel", "cli", "templates")
 
 
 def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def _defined(files: Mapping[str, ast.Module]) -> Iterator[str]:
+def _defined(files: Mapping[str, Source]) -> Iterator[str]:
     """Yields the names that the package itself defines, as functions, classes, variables, arguments or attributes."""
-    for node in (node for tree in files.values() for node in ast.walk(tree)):
+    for node in (node for source in files.values() for node in source.nodes):
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
                 yield name
@@ -35,9 +30,9 @@ def _defined(files: Mapping[str, ast.Module]) -> Iterator[str]:
                 yield name
 
 
-def _used(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def _used(source: Source) -> Iterator[tuple[int, str]]:
     """Yields (line, name) for each private attribute, also one that is looked up by a string, and private import."""
-    for node in ast.walk(tree):
+    for node in source.nodes:
         match node:
             case ast.Attribute(attr=name, lineno=line) if _is_private(name):
                 yield line, name
@@ -49,18 +44,21 @@ def _used(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield from ((node.lineno, name.name) for name in node.names if is_inside or _is_private(name.name))
 
 
-def _missing(files: Mapping[str, ast.Module]) -> list[str]:
+def _missing(files: Mapping[str, Source]) -> list[str]:
     """Returns the uses of names that neither the package nor the table has."""
     in_table = {part for module in PRIVATE for part in module.split(".")}
     in_table |= {name.rpartition(".")[2] for names in PRIVATE.values() for name in names.split()}
     known = in_table | OF_PYTHON | set(_defined(files))
     return [
-        f"{path}:{at}: {name}" for path, tree in files.items() for at, name in sorted(_used(tree)) if name not in known
+        f"{path}:{at}: {name}"
+        for path, source in files.items()
+        for at, name in sorted(_used(source))
+        if name not in known
     ]
 
 
 def test_the_table_has_every_private_name_that_the_package_uses() -> None:
-    assert _missing(_package()) == []
+    assert _missing(PACKAGE) == []
 
 
 def test_a_private_name_that_the_table_lacks_is_found() -> None:
@@ -72,12 +70,17 @@ torch._quick(self._own)
 getattr(torch, "_slow", None)
 self._own = 1
 """
-    assert _missing({"a.py": ast.parse(text)}) == ["a.py:2: thing", "a.py:3: _thing", "a.py:5: _quick", "a.py:6: _slow"]
+    assert _missing({"a.py": Source("a.py", text)}) == [
+        "a.py:2: thing",
+        "a.py:3: _thing",
+        "a.py:5: _quick",
+        "a.py:6: _slow",
+    ]
 
 
 def test_the_table_has_no_other_private_name() -> None:
-    nodes = [node for tree in _package().values() for node in ast.walk(tree)]
-    used = {name for tree in _package().values() for _, name in _used(tree)} | set(_defined(_package()))
+    nodes = [node for source in PACKAGE.values() for node in source.nodes]
+    used = {name for source in PACKAGE.values() for _, name in _used(source)} | set(_defined(PACKAGE))
     used |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     names = {name.rpartition(".")[2] for names in PRIVATE.values() for name in names.split()}
     assert {name for name in names if _is_private(name)} <= used
