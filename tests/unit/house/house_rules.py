@@ -57,13 +57,13 @@ ENVIRONMENT_READERS = {
 
 # Folder -> its limit of code lines. A commit that raises a limit states the reason.
 MAX_CODE_LINES: Mapping[str, int] = {
-    "": 1216,
-    "accelerate": 4251,
-    "checkpoint": 6956,
-    "cli": 7349,
+    "": 1228,
+    "accelerate": 4300,
+    "checkpoint": 6969,
+    "cli": 7360,
     "comm": 3883,
-    "compat": 4141,
-    "config": 4583,
+    "compat": 4207,
+    "config": 4585,
     "data": 1001,
     "estimate": 2145,
     "offload": 968,
