@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, is_dataclass
@@ -145,8 +146,12 @@ class Hooks:
             self._handles.callback(
                 root.register_forward_hook(LiveHook(attach(self._root_post_forward)), always_call=True).remove
             )
+        # torch holds these hooks where the garbage collector does not look, so that a strong reference would keep
+        # every dropped engine in memory; the forward hooks keep it alive as long as the model.
+        listener = weakref.WeakMethod(self._listener.on_grad_ready)
         for param in self._optimized:
-            self._handles.callback(param.register_post_accumulate_grad_hook(self._listener.on_grad_ready).remove)
+            handle = param.register_post_accumulate_grad_hook(lambda param: (call := listener()) and call(param))
+            self._handles.callback(handle.remove)
         for param in self._unoptimized:
             self._handles.callback(param.register_post_accumulate_grad_hook(_discard).remove)
         self._watch(root, units)
