@@ -95,7 +95,9 @@ class DataWait:
                     self.seconds += time.perf_counter() - begun
                 yield batch
         finally:
-            getattr(iterator, "close", int)()
+            close = getattr(iterator, "close", None)
+            if close is not None:
+                close()
 
 
 data_wait = DataWait()

@@ -148,10 +148,14 @@ class Hooks:
             )
         # torch holds these hooks where the garbage collector does not look, so that a strong reference would keep
         # every dropped engine in memory; the forward hooks keep it alive as long as the model.
-        listener = weakref.WeakMethod(self._listener.on_grad_ready)
+        listener = weakref.ref(self._listener)
+
+        def on_grad_ready(param: nn.Parameter) -> None:
+            if (found := listener()) is not None:
+                found.on_grad_ready(param)
+
         for param in self._optimized:
-            handle = param.register_post_accumulate_grad_hook(lambda param: (call := listener()) and call(param))
-            self._handles.callback(handle.remove)
+            self._handles.callback(param.register_post_accumulate_grad_hook(on_grad_ready).remove)
         for param in self._unoptimized:
             self._handles.callback(param.register_post_accumulate_grad_hook(_discard).remove)
         self._watch(root, units)
