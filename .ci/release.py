@@ -4,8 +4,8 @@
     make release RELEASE_ARGS="--repository https://..."    # with project URLs, and a README whose links lead there
     make release RELEASE_ARGS=--draft                       # between two releases: without the check of the changelog
 
-The version is `zeroaccel.__version__`; CHANGELOG.md and CITATION.cff must have the same one. The archives contain the
-files that git tracks. The program uploads nothing and makes no tag.
+The version is `zeroaccel.__version__`; CHANGELOG.md and CITATION.cff must have the same one. An empty "Unreleased" may
+come before it. The archives contain the files that git tracks. The program uploads nothing and makes no tag.
 """
 
 from __future__ import annotations
@@ -79,7 +79,11 @@ def check_words(tree: Path, version: str) -> None:
         ReleaseError: if one of them differs; names the file, the line and the expected text.
     """
     lines = (tree / "CHANGELOG.md").read_text().splitlines()
-    at, heading = next(((n, line) for n, line in enumerate(lines, 1) if line.startswith("## ")), (0, "no heading"))
+    written = [(n, line) for n, line in enumerate(lines, 1) if line.strip()]
+    headings = [n for n, (_, line) in enumerate(written) if line.startswith("## ")]
+    if len(headings) > 1 and written[headings[0]][1] == "## Unreleased" and headings[1] == headings[0] + 1:
+        headings = headings[1:]  # the empty section of the next version
+    at, heading = written[headings[0]] if headings else (0, "no heading")
     said = re.fullmatch(r"## (\S+) \((\d{4}-\d\d-\d\d)\)", heading)
     if said is None or said[1] != version:
         raise ReleaseError(f"CHANGELOG.md:{at}: expected '## {version} (YYYY-MM-DD)' before any other, got {heading!r}")

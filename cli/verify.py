@@ -94,7 +94,7 @@ def test(num_processes: int | None, cpu: bool) -> int:
     for result in results:
         name, outcome, is_wrong = _told(result, on_cpu=on_cpu or not devices)
         failed = failed or is_wrong
-        click.echo(f"{name:<40} {outcome}")
+        click.echo(f"{name:<46} {outcome}")
     if trouble:
         click.echo(f"zeroaccel: the job failed:\n{trouble}", err=True)
     return int(failed)

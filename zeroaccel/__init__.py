@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from zeroaccel.zero import GatheredParameters as GatheredParameters
     from zeroaccel.zero import Init as Init
 
-__version__ = "0.2.0"
+__version__ = "1.0.0"
 
 
 def _homes() -> dict[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -81,6 +82,10 @@ class EngineBase(EngineCore):
             if report.watches_inputs:
                 self._watch_steps(report)
         self.at_destroy(report.close)
+        # For programs that drop an engine without `destroy`; at exit, these objects close themselves.
+        weakref.finalize(self, tiers.close).atexit = False
+        if report.monitors is not None:
+            weakref.finalize(self, report.monitors.close).atexit = False
         self.checkpointer = Checkpointer(self, saving)
         self.weight_sender = WeightSender(self, self.checkpointer.state)
         self._at_stop: list[Callable[[], object]] = []

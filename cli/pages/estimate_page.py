@@ -73,7 +73,7 @@ def estimate_page(
         "<h2>To train with the recommended plan</h2>",
         f'<p id="none"{" hidden" if best else ""}>No plan is recommended for this workload.</p>',
         f'<div id="start"{"" if best else " hidden"}><p>Save this as ds_config.json:</p>',
-        f'<pre tabindex="0"><code id="config">{escaped(_indented(configs.get(best, {})))}</code></pre>',
+        f'<pre><code id="config">{escaped(_indented(configs.get(best, {})))}</code></pre>',
         f'<p><code id="launch">{escaped(launch_command(workload))}</code></p></div>',
         "<h2>To estimate again</h2>",
         f'<p><code id="command">{escaped(command(model, workload, capacity))}</code> '

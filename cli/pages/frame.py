@@ -32,7 +32,7 @@ _STYLE = """
 body{margin:0 auto;max-width:68rem;padding:1.5rem;background:var(--paper);
   color:var(--ink);font:16px/1.5 system-ui,sans-serif}
 header{display:flex;gap:1rem;justify-content:space-between;align-items:start}
-h1{font-size:1.5rem;margin:0}h2{font-size:1.15rem;margin:2rem 0 .5rem}
+h1{font-size:1.5rem;margin:0;min-width:0;overflow-wrap:anywhere}h2{font-size:1.15rem;margin:2rem 0 .5rem}
 p,figcaption{color:var(--soft);margin:.4rem 0}
 button{font:inherit;color:inherit;background:none;border:1px solid var(--soft);border-radius:4px;
   padding:.25rem .7rem;cursor:pointer}
@@ -44,7 +44,7 @@ figure{margin:0;overflow-x:auto}svg{display:block;max-width:100%;height:auto}
 svg text{fill:var(--ink);font:13px system-ui,sans-serif}
 svg .axis{stroke:var(--rule)}svg .limit{stroke:var(--ink);stroke-dasharray:5 4}
 svg .end{text-anchor:end}svg .middle{text-anchor:middle}
-.wide,pre{overflow-x:auto}
+.wide{overflow-x:auto}pre{white-space:pre-wrap;overflow-wrap:anywhere}
 table{border-collapse:collapse;width:100%;font-size:14px;font-variant-numeric:tabular-nums}
 caption{text-align:left;color:var(--soft);padding:.3rem 0}
 th,td{padding:.25rem .5rem;border-bottom:1px solid var(--rule);text-align:right;white-space:nowrap}

@@ -115,6 +115,7 @@ class Findings:
         unreached: focusable elements that the Tab key skips or reaches out of page order, and those without a visible
             outline when focused.
         requests: addresses that the page fetched.
+        width: pixels that the page takes on a screen of 390.
         paper: colour of the background.
     """
 
@@ -122,6 +123,7 @@ class Findings:
     violations: list[tuple[str, str, int]] | None = None
     unreached: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
+    width: int = 0
     paper: str = ""
 
     @property
@@ -158,6 +160,8 @@ def examine(launched: Any, page: Path, theme: str, screenshot: Path | None = Non
         shown.evaluate(source)
         violations = shown.evaluate("axe.run()")["violations"]
         found.violations = [(one["impact"], one["id"], len(one["nodes"])) for one in violations]
+    shown.set_viewport_size({"width": 390, "height": 900})
+    found.width = shown.evaluate("document.documentElement.scrollWidth")
     shown.close()
     return found
 

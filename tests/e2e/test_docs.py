@@ -1,4 +1,4 @@
-"""Runs every Python example in docs/ unchanged, each page from top to bottom."""
+"""Runs every Python example in docs/ unchanged, each page from top to bottom; it prints the text after it."""
 
 from __future__ import annotations
 
@@ -19,3 +19,5 @@ def test_examples_run(page: Path, tmp_path: Path) -> None:
     script.write_text("\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)))
     result = run_job(1, script, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
+    for printed in re.findall(r"```python\n[^`]*```\n\n```text\n(.*?)```", page.read_text(), flags=re.DOTALL):
+        assert printed in result.stdout

@@ -33,6 +33,7 @@ def test_a_page_works_in_both_themes_by_keyboard(launched: Any, pages: dict[str,
     for found in (light, dark):
         assert (found.errors, found.unreached, found.requests) == ([], [], [])
         assert found.serious == []
+        assert found.width == 390
     assert light.paper != dark.paper
 
 

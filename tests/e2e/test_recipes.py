@@ -19,6 +19,7 @@ from zeroaccel.templates import ABOUT
 
 pytest.importorskip("transformers")
 RECIPES = ROOT / "examples" / "recipes"
+PAGE = (ROOT / "docs" / "recipes.md").read_text()
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256}
 CONFIG = ("config", "template")
 
@@ -71,6 +72,27 @@ def test_adapters_on_an_fp8_base(tiny: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_the_scripts_of_trl_run_by_the_commands_of_the_page(tiny: Path, tmp_path: Path, name: str) -> None:
+    pytest.importorskip("trl")
+    data = tmp_path / "data"
+    data.mkdir()
+    row = {"text": "a tale of the sea"} if name == "sft" else {"prompt": "a", "chosen": " tale", "rejected": " zz"}
+    (data / "train.jsonl").write_text("\n".join([json.dumps(row)] * 32))
+    template = [sys.executable, "-m", "zeroaccel.cli", *CONFIG, "zero_stage3_bf16", "-o", "zero3.json"]
+    assert run_command(template, cwd=tmp_path).returncode == 0
+    (words,) = re.findall(rf"^zeroaccel (launch .* trl\.scripts\.{name} .*)$", PAGE, re.MULTILINE)
+    words = [*words.replace("MODEL", str(tiny)).replace("DATA", str(data)).split(), "--use_cpu", "--report_to", "none"]
+    steps = ["--max_steps", "6", "--logging_steps", "2", "--learning_rate", "1e-3", "--output_dir", "trained"]
+    result = run_command([sys.executable, "-m", "zeroaccel.cli", *words, *steps], timeout=100.0, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    losses = [float(loss) for loss in re.findall(r"'loss': '([\d.]+)'", result.stdout)]
+    assert len(losses) == 3
+    assert losses[2] < losses[0]
+    assert (tmp_path / "trained" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
 def test_qlora_with_codes_in_host_memory(tiny: Path, tmp_path: Path) -> None:
     losses = _run(tmp_path, "qlora_70b.py", tiny)
     assert len(losses) == 3
@@ -116,11 +138,10 @@ def test_the_files_of_other_programs_are_complete() -> None:
 
 
 def test_the_page_shows_each_recipe_in_at_most_60_lines() -> None:
-    page = (ROOT / "docs" / "recipes.md").read_text()
     for path in sorted(RECIPES.iterdir()):
         if path.is_file():
             assert len(path.read_text().splitlines()) < 60
-            assert f"<!-- code: examples/recipes/{path.name} -->" in page
-            assert path.suffix != ".py" or f"examples/recipes/{path.name}" in page.replace(
+            assert f"<!-- code: examples/recipes/{path.name} -->" in PAGE
+            assert path.suffix != ".py" or f"examples/recipes/{path.name}" in PAGE.replace(
                 f"code: examples/recipes/{path.name}", ""
             )

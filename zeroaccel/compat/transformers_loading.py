@@ -12,6 +12,7 @@ whole (GGUF, `.bin` files of old torch versions, a `state_dict` of the caller), 
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 import zipfile
@@ -34,14 +35,17 @@ from zeroaccel.errors import CheckpointError, UsageError, listed
 from zeroaccel.logs import logger
 from zeroaccel.zero.access.coded_weights import CODES, as_codes
 from zeroaccel.zero.access.deferred_init import ModuleShards, ShardTarget, note_places
-from zeroaccel.zero.access.lazy_tensors import LazyTensor, Loaded, Stored
+from zeroaccel.zero.access.lazy_tensors import LazyTensor, Loaded, Stored, materialized
 from zeroaccel.zero.access.load_safetensors import SafetensorsFolder, indexed_files, load_buffer, load_module, make_room
+from zeroaccel.zero.access.param_registry import handle_of
 from zeroaccel.zero.access.safetensors_file import dtype_name, tensor_locations
 from zeroaccel.zero.from_config import DTYPES
+from zeroaccel.zero.precision import forget_cast
 
 _CONVERSIONS = "transformers.core_model_loading"
 _INTEGRATION = "transformers.integrations.deepspeed"
 _DEQUANTIZED = ("fp8", "mxfp8", "mxfp4")
+_SCALE = re.compile(r"(?<!activation_)(?<!input_)scales?(_inv)?$")
 
 
 def codes_dtype() -> torch.dtype | None:
@@ -74,10 +78,12 @@ def load(
     Args:
         original: the replaced method.
     """
-    if state_dict is None and load_config.hf_quantizer is None:
-        _refuse_codes(model, checkpoint_files or ())
+    if state_dict is None:
+        _refuse_codes(model, checkpoint_files or (), load_config.hf_quantizer)
     if state_dict is not None or not _is_for_ranges(checkpoint_files, load_config):
         made = original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+        if load_config.hf_quantizer is None and sys.modules[_INTEGRATION].is_deepspeed_zero3_enabled():
+            _copy_rank0(model, made[0].missing_keys)
         if state_dict is None and checkpoint_files and sys.modules[_INTEGRATION].deepspeed_config() is not None:
             missing, unexpected = made[0].missing_keys, made[0].unexpected_keys
             num_found = len(model.state_dict().keys() - missing)
@@ -86,6 +92,17 @@ def load(
             )
         return made
     return _load(model, [Path(file) for file in checkpoint_files], load_config), None
+
+
+def _copy_rank0(model: Any, missing: Collection[str]) -> None:
+    """Gives all ranks the parameters that transformers has read on rank 0 and that nothing shards. (all ranks)
+
+    Adapters of `load_adapter` are such parameters.
+    """
+    collectives = Collectives(init_process_group())
+    for name, param in model.named_parameters():
+        if name not in missing and handle_of(param) is None and not param.is_meta:
+            collectives.broadcast(param.detach(), 0, f"from_pretrained: {name}")
 
 
 def check_folder(path: Any, subfolder: str, variant: str | None) -> None:
@@ -185,21 +202,35 @@ def _dequantizes(quantization: Any) -> bool:
     return _method(quantization) in _DEQUANTIZED and getattr(quantization, "dequantize", False) is True
 
 
-def _refuse_codes(model: Any, files: Sequence[str]) -> None:
-    """Raises UsageError for weights in 8 bits in files of a model without a quantization config: no cast fits them."""
+def _refuse_codes(model: Any, files: Sequence[str], quantizer: Any = None) -> None:
+    """Raises UsageError for weights in 8 bits that transformers would cast: their scales would have no effect.
+
+    Args:
+        quantizer: transformers' quantizer for the model, which knows codes that have scales beside them.
+    """
+    is_known = quantizer is not None and quantizer.pre_quantized
+    is_read = (
+        not is_known or not getattr(quantizer, "get_load_operations", lambda: True)()
+    )  # by name, without a function
     floats = {name for name, each in model.state_dict().items() if each.is_floating_point() and each.element_size() > 1}
-    codes = []
+    dtypes: dict[str, str] = {}
     for file in filter(Path.is_file, map(Path, files)):
         with suppress(ValueError, KeyError, TypeError, AttributeError, OSError):  # transformers reports these
             if file.suffix == ".safetensors":
-                dtypes = [(name, place.dtype) for name, place in tensor_locations(file)]
-            else:
-                dtypes = [(n, dtype_name(v.dtype)) for n, v in _mapped(file).items()] if _has_ranges(str(file)) else []
-            codes += [f"{n}: {d}" for n, d in dtypes if d.startswith("F8_") or (d in ("I8", "U8") and n in floats)]
+                dtypes |= {name: place.dtype for name, place in tensor_locations(file)}
+            elif _has_ranges(str(file)):
+                dtypes |= {name: dtype_name(value.dtype) for name, value in _mapped(file).items()}
+    scaled = {name.rpartition(".")[0] for name in dtypes if _SCALE.search(name)} if is_known else set()
+    codes = [
+        f"{name}: {dtype}"
+        for name, dtype in dtypes.items()
+        if (dtype.startswith("F8_") and not _SCALE.search(name) and name.rpartition(".")[0] not in scaled)
+        or (is_read and name in floats and (dtype in ("I8", "U8") or dtype.startswith("F8_")))
+    ]
     if codes:
         raise UsageError(
             f"from_pretrained: {Path(files[0]).parent} has weights in 8 bits: {listed(codes, '; ')}",
-            expected="a config.json whose quantization_config says which scales belong to them",
+            expected="their scales in the files, and a config.json whose quantization_config describes them",
             fix="load a checkpoint in 16 bits or more, or the config.json that belongs to these files",
         )
 
@@ -251,7 +282,7 @@ class _Targets:
         path, _, own = name.rpartition(".")
         module = model.get_submodule(path) if path else model
         if own == "_extra_state":
-            module.set_extra_state(value)
+            module.set_extra_state(materialized(value))
             record.missing_keys.discard(name)
             return
         target = getattr(module, own)
@@ -271,12 +302,36 @@ class _Targets:
             self.parameters.setdefault(module, {})[own] = value
 
     def _check_codes(self, name: str, target: Tensor, value: Tensor, *, is_known: bool) -> None:
-        # A quantizer's own functions read codes; a weight whose scale is missing passes them as it is.
-        nodes = value.nodes() if isinstance(value, LazyTensor) and not is_known else ()
-        dtypes = {each.dtype for each in nodes if isinstance(each, (Stored, Loaded))} or {value.dtype}
-        for dtype in dtypes - {target.dtype, torch.bool}:
-            if target.is_floating_point() and 1 in (dtype.itemsize, target.dtype.itemsize):
-                self._misfits.append(f"{name}: {dtype} in the files, {target.dtype} in the model")
+        nodes = value.nodes() if isinstance(value, LazyTensor) else ()
+        sources = {id(each): each.dtype for each in nodes if isinstance(each, (Stored, Loaded))}
+        dtypes = list(sources.values()) or [value.dtype]
+        codes = [each for each in dtypes if each not in (target.dtype, torch.bool) and each.itemsize == 1]
+        # Every code of a quantizer has a scale; that of 8-bit floats may be in 8 bits too, but not in their dtype.
+        num_floats = sum(each in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8) for each in codes)
+        if is_known and len(dtypes) > 1 and 2 * num_floats <= len(dtypes):
+            return
+        if target.is_floating_point() and (codes or (target.element_size() == 1 and value.dtype is not target.dtype)):
+            self._misfits.append(f"{name}: {(codes or dtypes)[0]} in the files, {target.dtype} in the model")
+
+    def widen(self, shards: ModuleShards) -> None:
+        """Gives parameters and buffers the dtype of their values: transformers keeps some in fp32.
+
+        Args:
+            shards: owner of new shards.
+        """
+        for module, values in self.parameters.items():
+            for own, value in values.items():
+                param = module._parameters[own]
+                if param is None or param.is_meta or param.dtype is value.dtype:
+                    continue
+                if (handle := handle_of(param)) is not None:
+                    handle.registry.drop([param])
+                param.data = torch.empty(value.shape, dtype=value.dtype, device=param.device)
+                forget_cast(param)
+                if handle is not None:
+                    shards.shard(module)
+        for (module, own), value in self.buffers.items():
+            module._buffers[own] = module.get_buffer(own).to(value.dtype)
 
     def keep_codes(self, model: Any, dtype: torch.dtype, device: torch.device) -> None:
         """Replaces parameters whose values come from codes by `CodedWeight`s.
@@ -322,6 +377,7 @@ def _fill(model: Any, targets: _Targets, safe: SafetensorsFolder, collectives: C
         targets.keep_codes(model, dtype, init_process_group().device)
     total = sum(each.numel() * each.element_size() for each in _values(targets))
     with agreed(collectives, "from_pretrained: read"), torch.no_grad(), closing(safe), _bar(total, collectives) as show:
+        targets.widen(shards)
         for module, values in targets.parameters.items():
             make_room(module, values, shards, whole=whole)
         for module, values in targets.parameters.items():
@@ -392,8 +448,10 @@ def _mapped(file: Path) -> dict[str, Tensor]:
     try:
         state: Mapping[str, Any] = torch.load(file, mmap=True, weights_only=True, map_location="cpu")
     except Exception as error:  # torch's readers of zip files and pickles raise a dozen classes
+        lines = str(error).splitlines() or [""]
+        reason = next((line.strip() for line in lines if "GLOBAL" in line), lines[0])
         raise CheckpointError(
-            f"{file}: not a valid file of weights ({type(error).__name__}: {str(error).partition(chr(10))[0]})",
+            f"{file}: not a valid file of weights ({type(error).__name__}: {reason.partition('. ')[0]})",
             fix="download or save the file again, as safetensors if it is not from a source that you trust",
         ) from error
     return {name: LazyTensor(Loaded(value)) for name, value in state.items() if isinstance(value, Tensor)}

@@ -241,27 +241,28 @@ class BlockFile:
 
     def _serve(self) -> None:
         while (request := self._requests.get()) is not None:
-            transfer, start, stop = request
-            # After an error the other blocks of the transfer are skipped, but counted: `done` is called exactly once.
-            error: Exception | None = None
-            try:
-                if transfer.error is None:
-                    self._move(transfer, start, stop)
-            except Exception as raised:
-                error = raised
-            del request
-            with self._lock:
-                transfer.error = transfer.error or error
-                transfer.num_blocks_left -= 1
-                if transfer.num_blocks_left:
-                    continue
-                self._active -= 1
-                self.traffic[transfer.direction].end(transfer.data.numel())
-                if self._backlog and not self._active:
-                    self._launch(self._backlog.popleft())
-            # Outside the lock: the callback may start the next transfer.
-            transfer.done(transfer.error)
-            del transfer
+            self._complete(*request)
+            del request  # a waiting thread keeps no buffer alive
+
+    def _complete(self, transfer: _Transfer, start: int, stop: int) -> None:
+        # After an error the other blocks of the transfer are skipped, but counted: `done` is called exactly once.
+        error: Exception | None = None
+        try:
+            if transfer.error is None:
+                self._move(transfer, start, stop)
+        except Exception as raised:
+            error = raised
+        with self._lock:
+            transfer.error = transfer.error or error
+            transfer.num_blocks_left -= 1
+            if transfer.num_blocks_left:
+                return
+            self._active -= 1
+            self.traffic[transfer.direction].end(transfer.data.numel())
+            if self._backlog and not self._active:
+                self._launch(self._backlog.popleft())
+        # Outside the lock: the callback may start the next transfer.
+        transfer.done(transfer.error)
 
     def _move(self, transfer: _Transfer, start: int, stop: int) -> None:
         part, offset = transfer.view[start:stop], transfer.offset + start

@@ -229,8 +229,7 @@ class Rates:
         if self.data_wait >= 0.001:
             parts.append(f"data {100 * self.data_wait:.1f} %")
         if self.memory[0]:
-            peak, states = (nbytes / 2**30 for nbytes in self.memory)
-            parts.append(f"peak {peak:.3g} GiB, model states {states:.3g}")
+            parts.append("peak {}, model states {}".format(*map(_size, self.memory)))
         if self.slowest:
             parts.append(self.slowest)
         return " | ".join(parts)
@@ -369,6 +368,11 @@ def slowest_rank(positions: Sequence[float], waited: Sequence[float], script: Se
 TIME_MARGIN = 0.05
 
 _BETWEEN_CALLS = "spends {} % of the time between calls of the engine"
+
+
+def _size(nbytes: float) -> str:
+    number = min(3, int(math.log2(max(nbytes, 1)) / 10))
+    return f"{nbytes / 1024**number:.3g} {('bytes', 'KiB', 'MiB', 'GiB')[number]}"
 
 
 def _tokens_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:

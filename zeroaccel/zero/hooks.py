@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, is_dataclass
@@ -145,8 +146,16 @@ class Hooks:
             self._handles.callback(
                 root.register_forward_hook(LiveHook(attach(self._root_post_forward)), always_call=True).remove
             )
+        # torch holds these hooks where the garbage collector does not look, so that a strong reference would keep
+        # every dropped engine in memory; the forward hooks keep it alive as long as the model.
+        listener = weakref.ref(self._listener)
+
+        def on_grad_ready(param: nn.Parameter) -> None:
+            if (found := listener()) is not None:
+                found.on_grad_ready(param)
+
         for param in self._optimized:
-            self._handles.callback(param.register_post_accumulate_grad_hook(self._listener.on_grad_ready).remove)
+            self._handles.callback(param.register_post_accumulate_grad_hook(on_grad_ready).remove)
         for param in self._unoptimized:
             self._handles.callback(param.register_post_accumulate_grad_hook(_discard).remove)
         self._watch(root, units)

@@ -24,6 +24,8 @@ STEPS = 3
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4}}
 STATIC_FP16 = {"fp16": {"enabled": True, "loss_scale": 8}}
 BF16 = {"bf16": {"enabled": True}}
+MUON_PARAMS = {"muon_lr": 0.02, "adam_lr": 0.01, "momentum": 0.9, "weight_decay": 0.1}
+MUON = {"optimizer": {"type": "Muon", "params": {**MUON_PARAMS, "betas": [0.9, 0.99], "eps": 1e-6}}}
 BF16_FP32_SUMS = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
 
 # name -> (world size, changes of the config)
@@ -42,6 +44,14 @@ CASES = {
     "stage2_fp16_w3": (3, {**FP16, "zero_optimization": {"stage": 2}}),
     "stage3_fp32_w3": (3, {"zero_optimization": {"stage": 3}}),
     "stage3_sub_groups_w3": (3, {**BF16, "zero_optimization": {"stage": 3, "sub_group_size": 9}}),
+    "stage1_muon_w2": (2, {**MUON, "zero_optimization": {"stage": 1}}),
+    "stage2_muon_w2": (2, {**MUON, "zero_optimization": {"stage": 2}}),
+    "stage2_muon_bf16_w3": (3, {**MUON, **BF16, "zero_optimization": {"stage": 2}}),
+    "stage2_muon_offload_w2": (
+        2,
+        {**MUON, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+    ),
+    "stage3_muon_w2": (2, {**MUON, "zero_optimization": {"stage": 3, "reduce_scatter": False}}),
 }
 UNIVERSAL = ("stage1_bf16_optimizer_w2", "stage1_fp32_w2", "stage3_bf16_w2")
 
@@ -83,9 +93,21 @@ def batch(step: int) -> torch.Tensor:
     return torch.randint(0, 7, (11,), generator=torch.Generator().manual_seed(step))
 
 
-def plain() -> dict[str, torch.Tensor]:
+def plain(muon: bool) -> dict[str, torch.Tensor]:
     """Runs the same steps in plain fp32: every rank of the other runs sees the same batches."""
     model, optimizer = build(empty=False)
+    if muon:
+        from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+        matrices = [p for name, p in model.named_parameters() if name in ("up.weight", "down.weight")]
+        others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+        adam = {"betas": ADAM["betas"], "eps": ADAM["eps"], "lr": 0.02}
+        optimizer = MuonWithAuxAdam(
+            [
+                {"params": matrices, "use_muon": True, "lr": 0.01, "momentum": 0.9, "weight_decay": 0.1},
+                {"params": others, "use_muon": False, "weight_decay": 0.1, **adam},
+            ]
+        )
     for group in optimizer.param_groups:
         group["params"] = [p for p in group["params"] if p.requires_grad and p.numel()]
     for step in range(STEPS):
@@ -96,7 +118,7 @@ def plain() -> dict[str, torch.Tensor]:
     for name, param in model.named_parameters():
         found[f"plain/fp32/{name}"] = param.detach().clone()
         for key, value in optimizer.state.get(param, {}).items():
-            found[f"plain/{key}/{name}"] = value.detach().clone()
+            found[f"plain/{key}/{name}"] = torch.as_tensor(value).detach().clone()
     return found
 
 
@@ -117,6 +139,10 @@ def run_case(name: str, out: Path) -> None:
         },
         **changes,
     }
+    if "muon" in name:
+        optimizer = None  # DeepSpeed makes it, and divides the parameters between Muon and Adam
+        params = {**config["optimizer"]["params"], "torch_adam": True}  # its own Adam needs a compiler
+        config |= {"optimizer": {"type": "Muon", "params": params}, "zero_force_ds_cpu_optimizer": False}
     if stage:
         small = {"reduce_bucket_size": 1000, "allgather_bucket_size": 1000}
         config["zero_optimization"] = {**small, **config["zero_optimization"]}
@@ -136,9 +162,10 @@ def run_case(name: str, out: Path) -> None:
         if "round_robin" in name:
             continue  # safe_get_full_fp32_param returns values of other parameters there
         truth[f"fp32/{key}"] = safe_get_full_fp32_param(value).clone()
-        if stage == 3 or value.dim() > 1:  # below stage 3, DeepSpeed returns the states of the first group only
-            for state in ("exp_avg", "exp_avg_sq"):
-                truth[f"{state}/{key}"] = safe_get_full_optimizer_state(value, state).clone()
+        for state in states_of(name, value, stage):
+            truth[f"{state}/{key}"] = safe_get_full_optimizer_state(value, state).clone()
+    if "muon" in name:
+        truth["losses"] = more_losses(engine)
     if torch.distributed.get_rank() == 0:
         finish(folder, {key: value.contiguous() for key, value in truth.items()}, engine)
     torch.distributed.barrier()
@@ -148,8 +175,25 @@ def run_case(name: str, out: Path) -> None:
     engine.destroy()
 
 
+def more_losses(engine) -> torch.Tensor:
+    """Returns the losses of DeepSpeed's own next steps."""
+    losses = []
+    for step in range(STEPS, STEPS + 2):
+        losses.append(engine(batch(step)))
+        engine.backward(losses[-1])
+        engine.step()
+    return torch.stack(losses).detach()
+
+
+def states_of(name: str, value: torch.Tensor, stage: int) -> tuple[str, ...]:
+    """Returns the kinds of states that `safe_get_full_optimizer_state` knows."""
+    if "muon" in name or (stage < 3 and value.dim() <= 1):
+        return ()  # below stage 3, DeepSpeed returns the states of the first group only
+    return ("exp_avg", "exp_avg_sq")
+
+
 def finish(folder: Path, truth: dict[str, torch.Tensor], engine) -> None:
-    torch.save({**truth, **plain()}, folder / "truth.pt")
+    torch.save({**truth, **plain("muon" in folder.name)}, folder / "truth.pt")
     facts = {
         "global_steps": engine.global_steps,
         "global_samples": engine.global_samples,
@@ -240,9 +284,11 @@ def main() -> None:
     from deepspeed.accelerator import get_accelerator
 
     torch.set_num_threads(1)
-    get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed denies it for CPUs; torch can
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # needs a compiler
     deepspeed.init_distributed("gloo", verbose=False)
     for name in given.only:
+        # DeepSpeed denies it for CPUs; torch can. Muon would compute in it, and in fp32 without it.
+        get_accelerator().is_fp16_supported = lambda: "muon" not in name  # noqa: B023 - called in this turn
         run_case(name, given.out)
     torch.distributed.destroy_process_group()
 

@@ -30,7 +30,9 @@ class Resumed:
     buffers: dict[str, Tensor]
 
 
-def resume_deepspeed(root: Path, stage: int, precision: str, empty: bool, tag: str | None = None) -> Resumed:
+def resume_deepspeed(
+    root: Path, stage: int, precision: str, empty: bool, tag: str | None = None, *, muon: bool = False
+) -> Resumed:
     """Resumes at a stage and precision, with the effects of seed 0 undone, and trains two steps."""
     model, optimizer = MAKE.build(empty=empty)
     with torch.no_grad():
@@ -43,8 +45,9 @@ def resume_deepspeed(root: Path, stage: int, precision: str, empty: bool, tag: s
         "gradient_clipping": 1000.0,
         "scheduler": {"type": "WarmupLR", "params": rates},
         **({precision: {"enabled": True}} if precision != "fp32" else {}),
+        **(MAKE.MUON if muon else {}),
     }
-    engine, *_ = zeroaccel.initialize(model=model, optimizer=optimizer, config=config)
+    engine, *_ = zeroaccel.initialize(model=model, optimizer=None if muon else optimizer, config=config)
     _, client_state = engine.load_checkpoint(str(root), tag)
     contents = SavePlan.collect(engine.checkpointer.state())
     pieces = {entry.key: (entry.start, entry.data.clone()) for entry in contents.entries}

@@ -46,6 +46,28 @@ def plain_losses() -> list[float]:
 
 
 @pytest.mark.parametrize(
+    ("name", "world_size", "stage"),
+    [
+        ("stage1_muon_w2", 2, 3),
+        ("stage2_muon_w2", 1, 2),
+        ("stage2_muon_offload_w2", 2, 0),
+        ("stage3_muon_w2", 2, 1),
+        ("stage2_muon_bf16_w3", 2, 3),
+    ],
+)
+def test_losses_after_deepspeeds_muon_are_its_own(
+    name: str, world_size: int, stage: int, ranks: Ranks, tmp_path: Path
+) -> None:
+    with tarfile.open(DATA / f"{name}.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    precision = "bf16" if "bf16" in name else "fp32"
+    found = ranks(world_size).run(resume_deepspeed, tmp_path / name, stage, precision, "stage3" not in name, muon=True)
+    truth = torch.load(tmp_path / name / "truth.pt", weights_only=True)
+    accuracy = 1e-6 if precision == "fp32" else 5e-3
+    assert found[0].losses == pytest.approx(truth["losses"].tolist(), rel=accuracy)
+
+
+@pytest.mark.parametrize(
     ("name", "world_size", "stage", "precision"),
     [
         ("stage0_fp32_w1", 2, 3, "fp32"),

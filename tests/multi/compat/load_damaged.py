@@ -99,6 +99,22 @@ def misshapen_scales(folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps(index))
 
 
+def missing_scale(folder: Path) -> None:
+    """Blocks of codes, one of which has no scales."""
+    misshapen_scales(folder)
+    index = json.loads((folder / INDEX).read_text())
+    for file in parts(folder):
+        tensors = load_file(file)
+        for name in [name for name in tensors if name.endswith("_scale_inv")]:
+            rows, columns = tensors[name.removesuffix("_scale_inv")].shape
+            tensors[name] = torch.ones(rows // 8, columns // 8)
+        lost = tensors.pop("model.layers.1.mlp.up_proj.weight_scale_inv", None)
+        if lost is not None:
+            del index["weight_map"]["model.layers.1.mlp.up_proj.weight_scale_inv"]
+        save_file(tensors, file, {"format": "pt"})
+    (folder / INDEX).write_text(json.dumps(index))
+
+
 def as_bin(folder: Path) -> None:
     """Replaces the files by `.bin` files."""
     index = json.loads((folder / INDEX).read_text())
@@ -121,6 +137,27 @@ def missing_bin(folder: Path) -> None:
     sorted(folder.glob("*.bin"))[1].unlink()
 
 
+def pickle_with_code(folder: Path) -> None:
+    as_bin(folder)
+    torch.save({"run": Program()}, sorted(folder.glob("*.bin"))[0])
+
+
+def duplicate_names(folder: Path) -> None:
+    """Two files have a tensor, and the index names a third one for it."""
+    index, files = json.loads((folder / INDEX).read_text()), parts(folder)
+    name = next(name for name, file in index["weight_map"].items() if file == files[0].name)
+    save_file({**load_file(files[1]), name: load_file(files[0])[name]}, files[1], {"format": "pt"})
+    index["weight_map"][name] = files[2].name
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+class Program:
+    """Code in a pickle, which must not run."""
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[()]]:
+        return os.abort, ()
+
+
 def empty_file(folder: Path) -> None:
     parts(folder)[1].write_bytes(b"")
 
@@ -139,6 +176,9 @@ CASES: list[Callable[[Path], None]] = [
     other_config,
     codes_without_scales,
     misshapen_scales,
+    missing_scale,
+    pickle_with_code,
+    duplicate_names,
     truncated_bin,
     missing_bin,
     empty_file,

@@ -54,6 +54,9 @@ SAID = {
     "other_config": "21 tensors, 1 of which the model has: ",
     "codes_without_scales": "model.layers.0.mlp.up_proj.weight: F8_E4M3",
     "misshapen_scales": "issues during automatic conversion of the weights",  # after the report that names it
+    "missing_scale": "has weights in 8 bits: model.layers.1.mlp.up_proj.weight: F8_E4M3: expected their scales",
+    "pickle_with_code": "unsupported GLOBAL posix.abort",
+    "duplicate_names": "expected one file that has it",
     "truncated_bin": "ROOT/truncated_bin/model-00002-of-00006.bin: not a valid file of weights",
     "missing_bin": "model-00002-of-00006.bin: missing, although pytorch_model.bin.index.json lists it",
     "empty_file": "ROOT/empty_file/model-00002-of-00006.safetensors: not a valid safetensors file",

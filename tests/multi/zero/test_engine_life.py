@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
+import threading
+import time
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import zeroaccel
 from tests.multi.zero.test_engine_passes import drive, plain
 from tests.support.pool import Ranks
-from tests.support.training import Run, Toy, batches, config, differences, finished, recording, train_step
+from tests.support.training import Run, Toy, batches, config, differences, finished, offloaded, recording, train_step
 from zeroaccel.errors import EngineStateError
 
 
@@ -114,6 +119,36 @@ def test_destroy_gives_the_memory_back(ranks: Ranks, stage: int) -> None:
     trained, left = ranks(1).run(_memory_after_destroy, config(stage, "bf16"))[0]
     assert trained > 13  # weights, masters and two moments
     assert left < 2.1  # the model's own weights
+
+
+def _drop(settings: dict[str, Any], folder: Path) -> list[str]:
+    """Drops engines without `destroy` and returns what is left of them."""
+    references: list[weakref.ref[Any]] = []
+    threads = set(threading.enumerate())
+    for _ in range(2):
+        model = Toy()
+        engine = zeroaccel.initialize(model, config=settings)[0]
+        train_step(engine, engine(batches(engine.collectives.rank, 1)[0]))
+        references += map(weakref.ref, (model, engine, engine.sharded_optimizer))
+        del model, engine
+        for _ in range(100):  # a thread that has told its result may still return from the call
+            gc.collect()
+            if all(reference() is None for reference in references):
+                break
+            time.sleep(0.01)
+    open_files = [os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
+    left = [type(found).__name__ for reference in references if (found := reference()) is not None]
+    left += [thread.name for thread in threading.enumerate() if thread not in threads]
+    return left + [name for name in open_files if name.startswith(str(folder))]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_engine_without_destroy_is_collected_with_its_threads_and_files(
+    ranks: Ranks, tmp_path: Path, stage: int
+) -> None:
+    settings = config(stage, "bf16", **offloaded(tmp_path, "nvme"))
+    settings["csv_monitor"] = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
+    assert ranks(1).run(_drop, settings, tmp_path) == [[]]
 
 
 def test_parameters_smaller_than_the_world(ranks: Ranks) -> None:

@@ -33,7 +33,9 @@ from zeroaccel.checkpoint.zero_to_fp32 import ConversionError, Options, read_ten
 from zeroaccel.errors import CheckpointError
 
 DATA = Path(__file__).parents[2] / "data" / "deepspeed"
-CASES = sorted(path.name.removesuffix(".tar.xz") for path in DATA.glob("*.tar.xz"))
+ALL = sorted(path.name.removesuffix(".tar.xz") for path in DATA.glob("*.tar.xz"))
+MUON = [name for name in ALL if "muon" in name]
+CASES = [name for name in ALL if name not in MUON]
 MATRICES = ["embed.weight", "up.weight", "down.weight"]
 VECTORS = ["scale", "norm.weight", "norm.bias", "up.bias", "down.bias"]
 GROUP_OF = {**dict.fromkeys(MATRICES, 0), **dict.fromkeys(VECTORS, 1)}
@@ -78,8 +80,8 @@ def tag_folder(root: Path) -> Path:
 
 
 def test_there_are_checkpoints_of_all_kinds() -> None:
-    assert len(CASES) == 17
-    assert sum(path.stat().st_size for path in DATA.iterdir()) < 200_000
+    assert (len(CASES), len(MUON)) == (17, 5)
+    assert sum(path.stat().st_size for path in DATA.iterdir()) < 250_000
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -135,6 +137,25 @@ def test_optimizer_states_are_those_in_memory(name: str, unpack: Unpack) -> None
         return  # the file has no hyperparameters
     assert [group.options["weight_decay"] for group in checkpoint.groups] == [0.1, 0.0]
     assert [group.options["lr"] for group in checkpoint.groups] == [0.01, 0.02]
+
+
+@pytest.mark.parametrize("name", MUON)
+def test_momentum_of_muon(name: str, unpack: Unpack) -> None:
+    """At stages 1 and 2, a rank has the momentum of all matrices with elements in its partition, as a whole."""
+    folder = unpack(name)
+    checkpoint = open_deepspeed_checkpoint(folder)
+    truth, manifest = truth_of(folder), manifest_of(checkpoint)
+    assert manifest.optimizer is not None
+    assert manifest.optimizer["type"] == "Muon"
+    momenta = {f"state/momentum_buffer/{matrix}" for matrix in ("up.weight", "down.weight")}
+    vectors = {f"state/{kind}/{n}" for kind in ("exp_avg", "exp_avg_sq") for n in ("embed.weight", *VECTORS)}
+    assert set(checkpoint.states.tensors) == momenta | vectors
+    for key in checkpoint.states.tensors:
+        read = value(checkpoint, key)
+        assert likeness(read, truth[f"plain/{key.removeprefix('state/')}"]) > (0.98 if "bf16" in name else 1 - 1e-6), (
+            key
+        )
+    assert [group.options["use_muon"] for group in checkpoint.groups] == [True, False]
 
 
 @pytest.mark.parametrize("name", ["stage1_fp32_w2", "stage2_fp16_w3", "stage3_sub_groups_w3"])

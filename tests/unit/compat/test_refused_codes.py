@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +35,37 @@ def test_codes_without_scales(dtype: torch.dtype, container: str, tmp_path: Path
     files = _saved(tmp_path, torch.ones(4, 4, dtype=torch.uint8).view(dtype), container)
     with refused(UsageError, f"{tmp_path} has weights in 8 bits", "weight: ", "quantization_config"):
         _refuse_codes(nn.Linear(4, 4), files)
+
+
+def _quantizer(*operations: str, pre_quantized: bool = True) -> Any:
+    """Returns what is read of a quantizer of transformers."""
+    functions = dict.fromkeys(operations)
+    return SimpleNamespace(pre_quantized=pre_quantized, get_load_operations=lambda: functions)
+
+
+def test_codes_of_a_method_that_reads_them_need_scales(tmp_path: Path) -> None:
+    weight, dense = torch.ones(4, 4).to(torch.float8_e4m3fn), torch.ones(4, 4)
+    file = tmp_path / "model.safetensors"
+    scaled = {
+        "a.weight": weight,
+        "a.weight_scale_inv": torch.ones(1),
+        "b.weight": dense,
+        "b.input_scale": torch.ones(1),
+    }
+    safetensors.save_file(scaled, file)
+    _refuse_codes(nn.Linear(4, 4), [str(file)], _quantizer("dequantize"))
+    safetensors.save_file({**scaled, "b.weight": weight.clone()}, file)
+    with refused(UsageError, f"{tmp_path} has weights in 8 bits: b.weight: F8_E4M3: expected their scales"):
+        _refuse_codes(nn.Linear(4, 4), [str(file)], _quantizer("dequantize"))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_codes_of_a_method_that_casts_them(dtype: torch.dtype, tmp_path: Path) -> None:
+    """quanto, for example, has no function for codes in files; a method that encodes on load expects no codes."""
+    files = _saved(tmp_path, torch.ones(4, 4).to(dtype), "safetensors")
+    for quantizer in (_quantizer(), _quantizer("deserialize", pre_quantized=False)):
+        with refused(UsageError, f"{tmp_path} has weights in 8 bits", "weight: "):
+            _refuse_codes(nn.Linear(4, 4), files, quantizer)
 
 
 @pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="torch lacks the dtype")

@@ -59,24 +59,24 @@ ENVIRONMENT_READERS = {
 
 # Folder -> its limit of code lines. A commit that raises a limit states the reason.
 MAX_CODE_LINES: Mapping[str, int] = {
-    "": 1216,
+    "": 1220,
     "accelerate": 4251,
-    "checkpoint": 6956,
+    "checkpoint": 6965,
     "cli": 7349,
     "comm": 3883,
-    "compat": 4141,
+    "compat": 4183,
     "config": 4583,
     "data": 1001,
     "estimate": 2145,
     "offload": 968,
-    "ops": 2446,
+    "ops": 2444,
     "optim": 1341,
     "parallel": 4589,
     "rollout": 1207,
     "setup": 1483,
-    "telemetry": 1519,
-    "utils": 60,
-    "zero": 9822,
+    "telemetry": 1521,
+    "utils": 57,
+    "zero": 9825,
 }
 LOOSE_LINES = 100
 MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 7

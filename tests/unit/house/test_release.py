@@ -37,6 +37,7 @@ def test_the_version_is_the_same_everywhere() -> None:
     ("changelog", "citation", "message"),
     [
         ("# Changelog\n\n## Unreleased\n", CITATION, r"CHANGELOG.md:3: expected '## 1.2.3 \(YYYY-MM-DD\)'.*Unreleased"),
+        ("## Unreleased\n\n- More.\n\n## 1.2.3 (2026-01-31)\n", CITATION, r"CHANGELOG.md:1: .*got '## Unreleased'"),
         ("# Changelog\n## 1.2.2 (2026-01-31)\n", CITATION, r"CHANGELOG.md:2: .*got '## 1.2.2"),
         ("# Changelog\n", CITATION, "no heading"),
         (
@@ -54,8 +55,10 @@ def test_words_of_another_version_are_refused(tmp_path: Path, changelog: str, ci
         release.check_words(tmp_path, "1.2.3")
 
 
-def test_words_of_this_version_pass(tmp_path: Path) -> None:
-    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## 1.2.3 (2026-01-31)\n\n## 1.2.2 (2025-01-31)\n")
+@pytest.mark.parametrize("before", ["", "## Unreleased\n\n"])
+def test_words_of_this_version_pass(tmp_path: Path, before: str) -> None:
+    text = f"# Changelog\n\n{before}## 1.2.3 (2026-01-31)\n\n## 1.2.2 (2025-01-31)\n"
+    (tmp_path / "CHANGELOG.md").write_text(text)
     (tmp_path / "CITATION.cff").write_text(CITATION)
     release.check_words(tmp_path, "1.2.3")
 

@@ -22,6 +22,7 @@ from zeroaccel.offload.host_buffers import ALIGN_NBYTES, HostBuffers, aligned_by
 from zeroaccel.offload.nvme import NvmeTier
 from zeroaccel.offload.offload_folder import OffloadFolder, examine_folder
 from zeroaccel.offload.tier import HostTier, StoredElements, Tier
+from zeroaccel.zero.access.deferred_init import ShardTarget
 
 SIZES = {"small": 1000, "large": 300_000, "empty": 0, "page": 4096}
 PAGES = IoSettings(block_nbytes=4096, threads=3)
@@ -367,6 +368,19 @@ def test_a_short_read_is_an_error(tier: NvmeTier) -> None:
     with pytest.raises(OffloadError, match="a short read: expected 4096 bytes, got 0"):
         tier.fetch("large").wait()
     assert tier.buffers.in_use_nbytes == 0
+
+
+def test_a_disk_without_room_for_a_shard_of_a_model_that_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the reservation, the first write to a mapped page would end the process with SIGBUS."""
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(file_io.os, "posix_fallocate", full)
+    with pytest.raises(ConfigError, match=r"offload_param.nvme_path .*: no room for a shard of 8 elements .*No space"):
+        ShardTarget(None, torch.device("cpu"), tmp_path).empty(8, torch.float32)
 
 
 def test_a_disk_that_is_full_in_the_middle(tier: NvmeTier, monkeypatch: pytest.MonkeyPatch) -> None:

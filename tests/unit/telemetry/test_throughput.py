@@ -105,7 +105,7 @@ def test_rates_are_those_of_all_ranks() -> None:
     assert rates.tokens_per_second is not None
     assert rates.tflops / rates.tokens_per_second == pytest.approx((20 + 4) / 2 / 28)
     assert rates.slowest == "slowest rank 1: waits 50 % of the time for data, the others 0 %"
-    assert "peak 3 GiB, model states 1" in rates.text()
+    assert "peak 3 GiB, model states 1 GiB" in rates.text()
     assert rates.events()["Memory/most_bytes"] == 3 * rates.events()["Memory/states_bytes"]
 
 
@@ -123,6 +123,15 @@ def test_text_leaves_out_what_is_not_known() -> None:
     rates = Rates(5120.4, 0.031, 1.25, 0.125, 0.004, "")
     assert rates.text() == "5120 tokens/s | 1.25 TFLOPS (MFU 12.5 %) | padding 3.1 % | data 0.4 %"
     assert Rates(None, 0.0, None, None, 0.0, "").text() == ""
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "words"),
+    [(100, "100 bytes"), (204 * 1024, "204 KiB"), (519 * 2**20, "519 MiB"), (1.25 * 2**30, "1.25 GiB")],
+)
+def test_each_size_has_its_unit(nbytes: float, words: str) -> None:
+    rates = Rates(None, 0.0, None, None, 0.0, "", memory=(nbytes, nbytes))
+    assert rates.text() == f"peak {words}, model states {words}"
 
 
 def test_waiting_counts_only_the_source_and_closes_it() -> None:

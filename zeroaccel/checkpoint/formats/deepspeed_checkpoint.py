@@ -35,6 +35,7 @@ from zeroaccel.checkpoint.formats.deepspeed_partitioned import (
     ParamGroup,
     named_shapes,
     pieces,
+    positions_of_wholes,
     read_chunked,
     read_frozen_chunks,
     read_module,
@@ -337,14 +338,15 @@ class DeepSpeedCheckpoint(DeepSpeedContents):
             if not all(isinstance(part, tuple) for part in parts):
                 raise CheckpointError(f"{self.folder}: state {kind} of {flat.names[0]}: missing in a rank's file")
             ranks = [self.elements(part) for part in parts if part is not None]
-            if any(partition.numel > flat.partition_numel for partition in ranks):
+            by_parameter = positions_of_wholes(flat, ranks) or flat.positions
+            if by_parameter is flat.positions and any(each.numel > flat.partition_numel for each in ranks):
                 raise CheckpointError(
                     f"{self.folder}: state {kind} of {flat.names[0]}",
                     expected=f"one value per element, {flat.partition_numel} on each rank",
                     got=[partition.numel for partition in ranks],
                     fix="resume without the optimizer's states (load_optimizer_states=False)",
                 )
-            for name, shape, positions in zip(flat.names, flat.shapes, flat.positions, strict=True):
+            for name, shape, positions in zip(flat.names, flat.shapes, by_parameter, strict=True):
                 cut = pieces(positions, ranks, f"{self.folder}: state {kind} of {name}")
                 tensors[f"state/{kind}/{name}"] = TensorRecord(value[1].dtype, shape, cut)
         for name in flat.names:

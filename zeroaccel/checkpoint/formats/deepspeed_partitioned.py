@@ -188,6 +188,19 @@ class FlatStates:
     states: Sequence[Mapping[str, Any]]
 
 
+def positions_of_wholes(flat: FlatStates, ranks: Sequence[Elements]) -> list[list[FlatPosition]] | None:
+    """Returns where each parameter's state is if ranks have it whole for every parameter with elements in their
+    partitions, as the momentum of Muon at stages 1 and 2; None for a state of the partitions."""
+    cursors = [0] * len(ranks)
+    by_parameter: list[list[FlatPosition]] = []
+    for shape, positions in zip(flat.shapes, flat.positions, strict=True):
+        numel, holders = math.prod(shape), [position.rank for position in positions]
+        by_parameter.append([FlatPosition(rank, 0, numel, cursors[rank]) for rank in holders[:1]])
+        for rank in holders:
+            cursors[rank] += numel
+    return by_parameter if cursors == [each.numel for each in ranks] else None
+
+
 @dataclass
 class DeepSpeedContents:
     """Names, shapes and locations of a checkpoint's tensors; the functions below fill it in.

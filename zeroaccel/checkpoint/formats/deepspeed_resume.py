@@ -168,6 +168,8 @@ class _PlainEncoder:
 
 def _optimizer_type(checkpoint: DeepSpeedCheckpoint) -> str:
     """Derives the class from the states if possible, because DeepSpeed's optimizer names differ from torch's."""
+    if any(group.options.get("use_muon") for group in checkpoint.groups):
+        return "Muon"
     kinds = {key.split("/", 2)[1] for key in checkpoint.states.tensors}
     named = (checkpoint.config.get("optimizer") or {}).get("type")
     return optimizer_of_states(kinds) or str(named or "an optimizer without states")

@@ -108,6 +108,8 @@ class ShardTarget:
         try:
             handle = nameless_file(self.folder)
             try:
+                # A write to a mapped page that the disk has no room for would end the process.
+                os.posix_fallocate(handle, 0, numel * dtype.itemsize)
                 return torch.from_file(f"/proc/self/fd/{handle}", shared=True, size=numel, dtype=dtype)
             finally:
                 os.close(handle)  # the mapping keeps the file's blocks; they are freed however the process ends
