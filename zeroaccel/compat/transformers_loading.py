@@ -321,7 +321,7 @@ class _Targets:
         """
         for module, values in self.parameters.items():
             for own, value in values.items():
-                param = module._parameters[own]
+                param = module._parameters.get(own)  # None for codes, which `keep_codes` added
                 if param is None or param.is_meta or param.dtype is value.dtype:
                     continue
                 if (handle := handle_of(param)) is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,10 @@ def test_weights_and_states_are_those_in_memory(case: str, tmp_path: Path) -> No
             record = checkpoint.states.tensors[key]
             found = torch.from_numpy(checkpoint.read(record)).view(torch.float32).view(record.shape)
         assert torch.equal(found.to(expected.dtype), expected), key
+    path = folder / "states.json"
+    assert path.exists() is not case.endswith("stage0")
+    for key, digest in json.loads(path.read_text()).items() if path.exists() else ():
+        assert hashlib.sha1(checkpoint.read(checkpoint.states.tensors[key]).tobytes()).hexdigest() == digest, key
     manifest = manifest_of(checkpoint)
     assert manifest.counters["global_steps"] == 2
     assert all(manifest.parameters[name].shape == tuple(state[name].shape) for name in names)

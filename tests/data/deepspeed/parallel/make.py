@@ -1,9 +1,12 @@
 """Makes the checkpoints of this folder with DeepSpeed's pipeline, tensor and expert parallelism, and their values.
 
 Run as `python make.py OUT` in an environment with deepspeed and transformers; four processes run each case. `truth.pt`
-has full parameters under the names that a reader should give them, and optimizer states where DeepSpeed returns them.
+has full parameters under the names that a reader should give them, and some optimizer states; `states.json` hashes of
+all states that DeepSpeed returns.
 """
 
+import hashlib
+import json
 import os
 import re
 import shutil
@@ -140,6 +143,44 @@ def truth_of(case: str, engine, model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value for one in every for name, value in one.items()}
 
 
+def state_of(optimizer, param: nn.Parameter, kind: str) -> torch.Tensor:
+    """Returns a whole state of a parameter; below stage 3, DeepSpeed returns those of the first param group only."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    if hasattr(param, "ds_id"):
+        return safe_get_full_optimizer_state(param, kind)
+    (group,) = [i for i, each in enumerate(optimizer.bit16_groups) if any(param is other for other in each)]
+    whole, place = torch.zeros(param.numel()), param._hp_mapping
+    if place is not None:
+        state = optimizer.optimizer.state[optimizer.single_partition_of_fp32_groups[group]][kind]
+        source, target = place.get_hp_fragment_address(), place.lp_fragment_address
+        whole[target.start : target.start + target.numel] = state[source.start : source.start + source.numel]
+    torch.distributed.all_reduce(whole, group=param._dp_group)
+    return whole.view(param.shape)
+
+
+def digests_of(case: str, engine, model: nn.Module) -> dict[str, str]:
+    """Returns hashes of the optimizer's states in memory, whole, under the names that a reader gives them."""
+    if case.endswith("stage0"):  # states without names
+        return {}
+    found = {}
+    for name, param in model.named_parameters():
+        if match := EXPERT.fullmatch(name):
+            name = f"{match[1]}{int(match[2]) + 2 * (torch.distributed.get_rank() % 2)}{match[3]}"
+        name = name.replace("tied_modules.ends.", "0.module.")
+        for kind in ("exp_avg", "exp_avg_sq") if param.requires_grad else ():
+            found[f"state/{kind}/{name}"] = state_of(engine.optimizer, param, kind)
+    every = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, found)
+    whole = {name: value for one in reversed(every) for name, value in one.items()}
+    if case.startswith("tp"):
+        whole = {name: joined(value, every[1][name], name) for name, value in every[0].items()}
+    return {
+        name: hashlib.sha1(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, value in whole.items()
+    }
+
+
 def run_rank(out: Path, cases: list[str]) -> None:
     import deepspeed
 
@@ -159,6 +200,9 @@ def run_rank(out: Path, cases: list[str]) -> None:
             torch.save({name: value.contiguous() for name, value in truth.items()}, out / case / "truth.pt")
             for script in (out / case).glob("zero_to_*.py"):
                 script.unlink()
+        states = digests_of(case, engine, model)
+        if torch.distributed.get_rank() == 0 and states:
+            (out / case / "states.json").write_text(json.dumps(states, indent=1))
         torch.distributed.barrier()
 
 
@@ -167,7 +211,8 @@ def make_universal(folder: Path) -> None:
     folders = ["--input_folder", str(folder / tag), "--output_folder", str(target / f"{tag}_universal")]
     options = ["--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state"]
     subprocess.run([sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *folders, *options], check=True)
-    shutil.copy(folder / "truth.pt", target)
+    for name in ("truth.pt", "states.json"):
+        shutil.copy(folder / name, target)
 
 
 def main() -> None:
