@@ -187,15 +187,17 @@ def _dequantizes(quantization: Any) -> bool:
 
 def _refuse_codes(model: Any, files: Sequence[str]) -> None:
     """Raises UsageError for weights in 8 bits in files of a model without a quantization config: no cast fits them."""
-    floats = {name for name, each in model.state_dict().items() if each.is_floating_point() and each.element_size() > 1}
-    codes = []
+    small: dict[str, str] = {}
     for file in filter(Path.is_file, map(Path, files)):
         with suppress(ValueError, KeyError, TypeError, AttributeError, OSError):  # transformers reports these
             if file.suffix == ".safetensors":
                 dtypes = [(name, place.dtype) for name, place in tensor_locations(file)]
             else:
                 dtypes = [(n, dtype_name(v.dtype)) for n, v in _mapped(file).items()] if _has_ranges(str(file)) else []
-            codes += [f"{n}: {d}" for n, d in dtypes if d.startswith("F8_") or (d in ("I8", "U8") and n in floats)]
+            small |= {name: dtype for name, dtype in dtypes if dtype.startswith("F8_") or dtype in ("I8", "U8")}
+    state = model.state_dict() if {"I8", "U8"} & {*small.values()} else {}
+    floats = {name for name, each in state.items() if each.is_floating_point() and each.element_size() > 1}
+    codes = [f"{name}: {dtype}" for name, dtype in small.items() if dtype.startswith("F8_") or name in floats]
     if codes:
         raise UsageError(
             f"from_pretrained: {Path(files[0]).parent} has weights in 8 bits: {listed(codes, '; ')}",
