@@ -14,6 +14,7 @@ parameter are compared with those of one process.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -146,6 +147,7 @@ def rank(folder: Path, way: str) -> None:
     transformers.utils.logging.disable_progress_bar()
     # A small model first: the first load imports modules, and opens connections.
     transformers.AutoModelForCausalLM.from_pretrained(folder.parent / "warm-up")
+    gc.collect()  # what earlier loads of this process left
     torch.distributed.barrier()
     before, peak, busy, start = rchar(), Peak(), time.process_time(), time.perf_counter()
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)

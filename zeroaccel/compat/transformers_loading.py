@@ -209,10 +209,8 @@ def _refuse_codes(model: Any, files: Sequence[str], quantizer: Any = None) -> No
         quantizer: transformers' quantizer for the model, which knows codes that have scales beside them.
     """
     is_known = quantizer is not None and quantizer.pre_quantized
-    is_read = (
-        not is_known or not getattr(quantizer, "get_load_operations", lambda: True)()
-    )  # by name, without a function
-    floats = {name for name, each in model.state_dict().items() if each.is_floating_point() and each.element_size() > 1}
+    # A quantizer without functions for loading reads values by their names, and casts them.
+    casts = not is_known or not getattr(quantizer, "get_load_operations", lambda: True)()
     dtypes: dict[str, str] = {}
     for file in filter(Path.is_file, map(Path, files)):
         with suppress(ValueError, KeyError, TypeError, AttributeError, OSError):  # transformers reports these
@@ -221,11 +219,14 @@ def _refuse_codes(model: Any, files: Sequence[str], quantizer: Any = None) -> No
             elif _has_ranges(str(file)):
                 dtypes |= {name: dtype_name(value.dtype) for name, value in _mapped(file).items()}
     scaled = {name.rpartition(".")[0] for name in dtypes if _SCALE.search(name)} if is_known else set()
+    small = {name: dtype for name, dtype in dtypes.items() if dtype.startswith("F8_") or dtype in ("I8", "U8")}
+    state = model.state_dict() if casts and small else {}
+    floats = {name for name, each in state.items() if each.is_floating_point() and each.element_size() > 1}
     codes = [
         f"{name}: {dtype}"
-        for name, dtype in dtypes.items()
+        for name, dtype in small.items()
         if (dtype.startswith("F8_") and not _SCALE.search(name) and name.rpartition(".")[0] not in scaled)
-        or (is_read and name in floats and (dtype in ("I8", "U8") or dtype.startswith("F8_")))
+        or name in floats
     ]
     if codes:
         raise UsageError(

@@ -299,3 +299,10 @@ def decode_levels(out: Array, scales: Array, codes: Array, block: int, levels: A
             store_number(part, i, levels[source[i] & 15] * scale)
         for i in range(half, part.size):
             store_number(part, i, levels[source[i - half] >> 4] * scale)
+
+
+@compiled
+def look_up(out: Array, table: Array, codes: Array, first: int, last: int) -> None:
+    """Writes ``out[i] = table[codes[i]]``; `codes` are bytes, and the table has an entry for each of them."""
+    for i in range(first, last):
+        out[i] = table[codes[i]]

@@ -58,6 +58,7 @@ class FlatBuffer:
 
     Args:
         device: device that computes with the parameters.
+        sharded: start without memory for `full`.
 
     Attributes:
         full: (N,) param dtype, on the compute device. If persistent, always allocated; otherwise `unshard` allocates
@@ -73,13 +74,15 @@ class FlatBuffer:
         changed: marks changed elements of the shard; None while the engine does not mark.
     """
 
-    def __init__(self, plan: BufferPlan, device: torch.device, *, watches_uses: bool = False) -> None:
+    def __init__(
+        self, plan: BufferPlan, device: torch.device, *, watches_uses: bool = False, sharded: bool = False
+    ) -> None:
         self.key, self.rank, self.dtype = plan.key, plan.rank, plan.dtype
         self.layout = layout = plan.layout
         self.params = plan.params
         self.is_code = any(scales_of(param) is not None for param in self.params)  # rounding would destroy them
         self.trainable, self.persistent = plan.trainable, plan.persistent
-        self.full = torch.empty(layout.numel, dtype=self.dtype, device=device)
+        self.full = torch.empty(1 if sharded else layout.numel, dtype=self.dtype, device=device)
         self.watches_uses = watches_uses
         self.on_read: Callable[[], None] | None = None
         self.versions = [param._version for param in self.params]
@@ -87,7 +90,10 @@ class FlatBuffer:
         # One element, expanded to every shape: a sharded parameter has the correct shape and dtype, without memory.
         absent = torch.full((), absent_value(self.dtype), dtype=self.dtype)
         self._absent = [absent.to(device).expand(slot.shape) for slot in layout.slots]
-        self._views = self._cut()
+        if sharded:
+            self.replace_storage()
+        else:
+            self._views = self._cut()
         self._uses = self._name_uses(None)
         self.shard: ShardStorage
         self.masters: MasterStorage
@@ -128,7 +134,7 @@ class FlatBuffer:
         return holders(self.layout.slots[0].split, collectives)
 
     def adopt(self, source: Tensor, shard: ShardStorage, masters: MasterStorage | None = None) -> None:
-        """Takes over the weights, and points the parameters at this buffer.
+        """Takes over the weights, and points the parameters at this buffer unless it starts without memory.
 
         Args:
             source: (N,) the initial weights in their original dtype, laid out, equal on all ranks.
@@ -138,12 +144,13 @@ class FlatBuffer:
         if source.dtype is torch.float64 and self.dtype.itemsize < 4:
             source = source.float()  # rounds through the fp32 master, as every step does
         # Weights before masters: masters may share the memory of the weights, but must not get rounded values.
-        self.full.copy_(source)
+        values = self.full.copy_(source) if self._views else source
         self.store_in(shard, masters)
         if not self.persistent:
-            shard.replace(self.full[shard.range.at(0)])
+            shard.replace(values[shard.range.at(0)])
         self.masters.initialize(source[self.masters.range.at(0)])
-        self.point(unsharded=True)
+        if self._views:
+            self.point(unsharded=True)
 
     def point(self, *, unsharded: bool) -> None:
         """Points every parameter at its view of the full buffer, or at NaN."""

@@ -5,14 +5,17 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.log_lines import log_lines
 from zeroaccel.errors import UsageError
+from zeroaccel.zero.access import lazy_tensors
 from zeroaccel.zero.access.lazy_tensors import LazyTensor, Loaded, OpenFile, Stored, read_into, release
 from zeroaccel.zero.access.safetensors_file import tensor_locations
 
@@ -93,6 +96,55 @@ def test_ranks_read_each_byte_once(name: str, tmp_path: Path) -> None:
         share = result.numel() // 4
         read_into(result, rank * share, torch.empty(share, dtype=result.dtype))
     assert needed * 0.99 <= file.read_nbytes <= needed * 1.02
+
+
+def test_casts_of_codes_have_the_bits_of_torch() -> None:
+    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"):
+        if not hasattr(torch, name):
+            continue
+        codes = torch.arange(512).to(torch.uint8).view(getattr(torch, name))
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            result = torch.empty(511, dtype=dtype)
+            read_into(LazyTensor(Loaded(codes)).to(dtype), 1, result)
+            assert result.view(torch.uint8).tolist() == codes.to(dtype)[1:].view(torch.uint8).tolist(), (name, dtype)
+
+
+def test_a_cast_rounds_also_if_the_next_one_does_not() -> None:
+    values = torch.randn(4096)
+    result = torch.empty(4096)
+    read_into(LazyTensor(Loaded(values)).bfloat16().to(torch.float32), 0, result)
+    assert torch.equal(result, values.bfloat16().float())
+    assert not torch.equal(result, values)
+
+
+def test_a_code_beyond_its_table_is_an_error(tmp_path: Path) -> None:
+    codes = _stored(tmp_path)[1]["bytes"]
+    with pytest.raises(IndexError, match="of bytes: the table has 16"):
+        read_into(torch.arange(16.0)[codes.int()], 0, torch.empty(codes.numel()))
+
+
+class _NewMemory(TorchDispatchMode):
+    """Counts bytes of the results that have memory of their own."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and func._schema.returns[0].alias_info is None:
+            self.nbytes += made.nbytes
+        return made
+
+
+@pytest.mark.parametrize("numel", [1 << 10, 1 << 19])
+def test_decoding_makes_one_copy_in_the_dtype_of_the_computation(numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lazy_tensors, "_CACHED_NUMEL", numel)
+    tensors = {"codes": torch.randn(256, 384).to(torch.float8_e4m3fn), "scales": torch.rand(2, 3)}
+    lazy = _dequantized({name: LazyTensor(Loaded(each)) for name, each in tensors.items()})
+    result = torch.empty(256 * 384 - 700, dtype=torch.bfloat16)
+    with _NewMemory() as counted:
+        read_into(lazy, 300, result)
+    assert torch.equal(result, _dequantized(tensors).view(-1)[300:-400])
+    assert counted.nbytes < 1.1 * result.numel() * (1 + 4)  # codes and float32
 
 
 def test_a_whole_computation_is_named_and_freed(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ parameters into the units of an engine. With one rank, parameters are only cast 
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import weakref
 from collections import OrderedDict
@@ -29,6 +30,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import init_process_group
@@ -164,17 +166,18 @@ class ModuleShards:
             buffer = self._buffer(layout, params, dtype)
             buffer.adopt(source, self._storage(buffer))
             buffers.append(buffer)
-        unit = ParamUnit(self._label(module), [module], buffers, self.collectives)
-        unit.reshard()
-        self._take(unit)
+        self._take(ParamUnit(self._label(module), [module], buffers, self.collectives, sharded=True))
 
     @_without_modes
     def reserve(self, module: nn.Module, names: Sequence[str]) -> None:
-        """Creates shards of zeros for those of the module's own parameters `names` that are on the meta device."""
+        """Creates shards, without values, for those of the module's own parameters `names` that are on meta."""
         self._divide(module, [(name, param) for name, param in _to_shard(module, meta=True) if name in names])
 
     def _divide(self, module: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Shards parameters without a second full copy: each rank has its own values, or zeros, until they are read."""
+        """Shards parameters without a full copy: each rank has what its constructor wrote, until files are read.
+
+        Memory that no constructor wrote is not touched: its first write allocates it, which takes longer than a read.
+        """
         buffers: list[FlatBuffer] = []
         for dtype, same in self._by_dtype(module, named).items():
             layout, values = self._lay_out(module, same), [local(param).detach() for _, param in same]
@@ -184,13 +187,11 @@ class ModuleShards:
                 else:
                     note_cast(param, dtype_before(param))
             buffer = self._buffer(layout, [param for _, param in same], dtype)
-            buffer.free()  # its pages were never written, so they never used memory
             buffer.store_in(self._storage(buffer))
             shard = buffer.shard.stage()
-            shard.values.zero_()
             for slot, value in zip(layout.slots, values, strict=True):
                 reach = slot.range & buffer.own
-                if not value.is_meta:
+                if not value.is_meta and not _is_unwritten(value):
                     shard[reach].copy_(value.reshape(-1)[reach.start - slot.start : reach.end - slot.start])
             buffers.append(buffer)
         if buffers:
@@ -342,7 +343,7 @@ class ModuleShards:
 
     def _buffer(self, layout: FlatLayout, params: Sequence[nn.Parameter], dtype: torch.dtype) -> FlatBuffer:
         plan = BufferPlan("", self.collectives.rank, layout, tuple(params), dtype, (), persistent=False)
-        return FlatBuffer(plan, self.destination.device)
+        return FlatBuffer(plan, self.destination.device, sharded=True)
 
     def _storage(self, buffer: FlatBuffer) -> MemoryShard:
         return MemoryShard(buffer.place(), self.destination.empty(buffer.own.numel, buffer.dtype))
@@ -398,6 +399,8 @@ RemoteDevice = Literal["cpu", "nvme"]
 
 _ACTIVE: list[Init] = []
 _OVERWRITTEN: list[str] = []  # reasons why the values of constructors will not be used
+_UNWRITTEN: dict[int, Tensor] = {}  # storage -> a result of `torch.empty` that no function has used since
+_RAW_MEMORY = frozenset({"data_ptr", "storage", "untyped_storage"})
 _PARENTS: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[nn.Module], str]] = weakref.WeakKeyDictionary()
 
 
@@ -405,10 +408,22 @@ _PARENTS: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[nn.Module], str
 def values_from_files() -> Iterator[None]:
     """Makes `Init` leave out the broadcast of constructors' values, which files or initializers replace."""
     _OVERWRITTEN.append("files")
+    # A collection of garbage would look at all objects of the imported libraries: 0.2 s each time.
+    freezes = not gc.get_freeze_count()
+    if freezes:
+        gc.freeze()
     try:
         yield
     finally:
         _OVERWRITTEN.pop()
+        _UNWRITTEN.clear()
+        if freezes:
+            gc.unfreeze()
+
+
+def _is_unwritten(value: Tensor) -> bool:
+    """Returns True for a parameter's values if `torch.empty` made their memory and nothing has written to it."""
+    return _UNWRITTEN.pop(value.untyped_storage()._cdata, None) is not None and value._version == 0
 
 
 def note_places(model: nn.Module) -> None:
@@ -596,12 +611,20 @@ class _UseMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if function_name(func) not in METADATA:
+        name = function_name(func)
+        if name not in METADATA:
             params = list(_parameters_in([*args, *kwargs.values()]))
             if params:
                 for active in _ACTIVE:
                     active.use(params)
-        return func(*args, **kwargs)
+        if _UNWRITTEN and (name not in METADATA or name in _RAW_MEMORY):
+            for each in tree_leaves((args, kwargs)):
+                if isinstance(each, Tensor):
+                    _UNWRITTEN.pop(each.untyped_storage()._cdata, None)
+        made = func(*args, **kwargs)
+        if _OVERWRITTEN and func is torch.empty and kwargs.get("out") is None:
+            _UNWRITTEN[made.untyped_storage()._cdata] = made
+        return made
 
 
 def _parameters_in(values: Iterable[Any]) -> Iterable[nn.Parameter]:

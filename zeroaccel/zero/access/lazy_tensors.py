@@ -20,6 +20,7 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,19 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zeroaccel.config.bounds import open_regular
 from zeroaccel.errors import UsageError, listed
 from zeroaccel.logs import log_once
+from zeroaccel.ops.dispatch import in_spans, unowned_array
+from zeroaccel.ops.kernels import look_up
 from zeroaccel.zero.access.safetensors_file import TensorLocation, dtype_of, pread_into
 
 _CHUNK_NBYTES = 8 << 20  # of one read, and of the result of one computation
+_CACHED_NUMEL = 1 << 19  # elements: a processor's cache keeps the values of such a computation
 _MOST_SPAN_NBYTES = 32 << 20
 
 Box = tuple[tuple[int, int], ...]
 """(first, end) of each dimension."""
 
 _aten = torch.ops.aten
+_TABLES = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of tables
 
 
 class OpenFile:
@@ -176,7 +181,70 @@ class _Computed(Node):
             return values
 
         args, kwargs = tree_map(part, self.sources)
-        out.copy_(self.call(*args, **kwargs))
+        # The first argument's memory is new, like its values; more new memory would take longer than the operation.
+        call = self.call
+        if isinstance(self.sources[0][0], LazyTensor) and args[0].shape == out.shape and args[0].dtype is self.dtype:
+            call = _in_place(call)
+        out.copy_(call(*args, **kwargs))
+
+
+class _Cast(Node):
+    """The values of a tensor in another dtype."""
+
+    def __init__(self, source: LazyTensor, dtype: torch.dtype) -> None:
+        super().__init__(source.shape, dtype)
+        self.sources = (source,)
+
+    def fill(self, box: Box, out: Tensor) -> None:
+        if out.dtype is self.dtype:  # each node converts to the dtype of `out`
+            self.sources[0].fill(box, out)
+        else:
+            values = torch.empty(out.shape, dtype=self.dtype, device=out.device)
+            self.sources[0].fill(box, values)
+            out.copy_(values)
+
+
+class _LookedUp(Node):
+    """The values that a table has for codes of 8 bits.
+
+    Args:
+        table: (T,) values of the codes 0 to T - 1.
+        is_cast: the table has torch's own casts of the codes, which devices other than the CPU compute.
+    """
+
+    def __init__(self, codes: LazyTensor, table: Tensor, *, is_cast: bool) -> None:
+        super().__init__(codes.shape, table.dtype)
+        self.sources = (codes,)
+        self.table, self.is_cast = table, is_cast
+
+    def fill(self, box: Box, out: Tensor) -> None:
+        source = self.sources[0]
+        codes = torch.empty(out.shape, dtype=source.dtype, device=out.device)
+        source.fill(box, codes)
+        if not self.is_cast and codes.numel() and int(codes.max()) >= len(self.table):
+            raise IndexError(f"code {int(codes.max())} of {_names_of(self.sources)}: the table has {len(self.table)}")
+        if out.device.type != "cpu":
+            out.copy_(codes.to(self.dtype) if self.is_cast else self.table.to(out.device)[codes.int()])
+            return
+        values = out if out.dtype is self.dtype and out.is_contiguous() else torch.empty(out.shape, dtype=self.dtype)
+        into, table, array = (unowned_array(each) for each in (values, self.table, codes.view(torch.uint8)))
+        in_spans(out.numel(), partial(look_up, into, table, array))
+        if values is not out:
+            out.copy_(values)
+
+
+@lru_cache
+def _cast_table(source: torch.dtype, dtype: torch.dtype) -> Tensor:
+    """Returns torch's casts of all 256 codes, (256,); the source has 8 bits."""
+    return torch.arange(256).to(torch.uint8).view(source).to(dtype)
+
+
+@lru_cache
+def _in_place(call: Any) -> Callable[..., Tensor]:
+    """Returns the variant of an elementwise function that writes into its first argument, or the function itself."""
+    variants = getattr(_aten, call.overloadpacket.__name__ + "_", None)
+    variant: Callable[..., Tensor] = getattr(variants, call._schema.overload_name or "default", call)
+    return variant
 
 
 class _Whole(Node):
@@ -275,14 +343,28 @@ def read_into(tensor: Tensor, start: int, into: Tensor) -> None:
         return
     node, place = tensor.node, tensor.place
     whole = place.is_contiguous()
-    step = into.numel() if whole and isinstance(node, (Stored, Loaded)) else _CHUNK_NBYTES // 4
-    for low in range(0, into.numel(), max(step, 1)):
-        part = into[low : low + step]
+    step = into.numel() if whole and isinstance(node, (Stored, Loaded)) else _chunk_numel(tensor)
+    # A chunk ends where rows of the node end, so that it is few boxes.
+    unit = max((each for each in _strides(node.shape) if 0 < each <= step), default=1)
+    first = start + (_offset(place) if whole else 0)
+    ends = range(step - step % unit - first % unit, into.numel(), max(step - step % unit, 1))
+    for low, high in itertools.pairwise((0, *ends, into.numel())):
+        part = into[low:high]
         if whole:
-            node.fill_flat(_offset(place) + start + low, part)
+            node.fill_flat(first + low, part)
         else:
             for box, first, end in _boxes(tensor.shape, start + low, start + low + part.numel()):
                 tensor.fill(box, part[first:end].view([high - least for least, high in box]))
+
+
+def _chunk_numel(tensor: LazyTensor) -> int:
+    """Returns the most elements to evaluate at a time."""
+    nodes = list(tensor.nodes())
+    sources = [each for node in nodes for each in tree_leaves(node.sources) if isinstance(each, LazyTensor)]
+    computes = any(isinstance(node, (_Computed, _LookedUp)) for node in nodes)
+    # Chunks of transposed tensors are long, because short ones would read each file in shorter runs.
+    in_order = all(each.place.is_contiguous() for each in (tensor, *sources))
+    return _CACHED_NUMEL if computes and in_order else _CHUNK_NBYTES // 4
 
 
 def is_pure(node: Node) -> bool:
@@ -345,21 +427,19 @@ def _recorded(func: Any, arguments: Any) -> Any:
         return None
     if packet in (_aten.cat, _aten.stack):
         return _join(packet, *args, **kwargs)
-    on_meta = tree_map(_as_meta, arguments)
-    if packet is _aten.index and isinstance(args[0], LazyTensor):
-        return None
     if packet is _aten.index:
-        # A table of values: each element of the result depends on one element of the index.
-        is_table = args[0].dim() == 1 and len(args[1]) == 1
-        return LazyTensor(_Computed(func, arguments, args[1][0].shape, args[0].dtype)) if is_table else None
+        return _index(func, arguments)
+    on_meta = tree_map(_as_meta, arguments)
     try:
         made = func(*on_meta[0], **on_meta[1])
     except NotImplementedError:
         return None
     if packet is _aten.clone or (packet is _aten._to_copy and made.dtype is args[0].dtype):
         return LazyTensor(_Concatenated([args[0]], 0, args[0].shape))
-    is_cast = packet is _aten._to_copy or (func is _aten.view.dtype and made.dtype.itemsize == args[0].dtype.itemsize)
-    if is_cast or torch.Tag.pointwise in func.tags:
+    if packet is _aten._to_copy:
+        return _cast(args[0], made.dtype)
+    reinterprets = func is _aten.view.dtype and made.dtype.itemsize == args[0].dtype.itemsize
+    if reinterprets or torch.Tag.pointwise in func.tags:
         lazy = tree_map(lambda each: LazyTensor(Loaded(each)) if type(each) is Tensor else each, arguments)
         return LazyTensor(_Computed(func, lazy, made.shape, made.dtype))
     outs = made if isinstance(made, (list, tuple)) else [made]
@@ -373,6 +453,24 @@ def _recorded(func: Any, arguments: Any) -> Any:
         call = _WholeCall(func, arguments)
         results = [LazyTensor(_Whole(call, index, each.shape, each.dtype)) for index, each in enumerate(outs)]
     return type(made)(results) if isinstance(made, (list, tuple)) else results[0]
+
+
+def _cast(source: LazyTensor, dtype: torch.dtype) -> LazyTensor:
+    if source.dtype.itemsize == 1 and source.dtype.is_floating_point and dtype in _TABLES:
+        return LazyTensor(_LookedUp(source, _cast_table(source.dtype, dtype), is_cast=True))
+    return LazyTensor(_Cast(source, dtype))
+
+
+def _index(func: Any, arguments: Any) -> LazyTensor | None:
+    """Records a lookup in a table of values: each element of the result depends on one element of the index."""
+    table, indices = arguments[0]
+    if isinstance(table, LazyTensor) or table.dim() != 1 or len(indices) != 1:
+        return None
+    node, place = indices[0].node, indices[0].place
+    codes = node.sources[0] if isinstance(node, _Cast) and place.is_contiguous() and place.shape == node.shape else None
+    if codes is not None and codes.dtype is torch.uint8 and table.dtype in _TABLES:
+        return LazyTensor(_LookedUp(codes, table, is_cast=False))
+    return LazyTensor(_Computed(func, arguments, place.shape, table.dtype))
 
 
 def _refuse_writes(func: Any, args: Sequence[Any], kwargs: Any) -> None:

@@ -26,9 +26,10 @@ from zeroaccel.logs import logger
 from zeroaccel.zero.access.deferred_init import ModuleShards, destination, leave_meta, note_places
 from zeroaccel.zero.access.full_params import GatheredParameters
 from zeroaccel.zero.access.lazy_tensors import LazyTensor, OpenFile, Stored, read_into, release
-from zeroaccel.zero.access.param_registry import handle_of
+from zeroaccel.zero.access.param_registry import ParamHandle, handle_of
 from zeroaccel.zero.access.safetensors_file import MOST_HEADER_NBYTES, TensorLocation, dtype_of, tensor_locations
 from zeroaccel.zero.module_names import finder, plain_modules, plain_names
+from zeroaccel.zero.storage.shards import absent_value
 from zeroaccel.zero.tensor_subclasses import local, mark_small_floats, scales_of, tensors_of
 
 
@@ -150,23 +151,32 @@ def load_safetensors(
             with GatheredParameters(module.parameters(recurse=False), modifier_rank=0):
                 initialize_missing(module)
             shards.shard(module)
-    # Each rank reads only its own ranges. A file may be damaged or unreadable on one node, so the ranks agree.
-    with agreed(collectives, "load_safetensors: read"), torch.no_grad(), closing(folder):
-        _read(plan, folder, shards, where.device)
+    _read(plan, folder, shards, where.device)
     note_places(model)
     shards.watch_uses()
     return folder.read_nbytes
 
 
 def _read(plan: _Plan, folder: SafetensorsFolder, shards: ModuleShards, device: torch.device) -> None:
-    # An initializer may have removed parameters.
-    parameters = {m: own for m, own in plan.parameters.items() if all(m._parameters[n] is not None for n in own)}
-    for module, names in parameters.items():
-        make_room(module, names, shards)
-    for module, names in parameters.items():
-        load_module(module, {own: folder[name] for own, name in names.items()})
-    for (module, own), name in plan.buffers.items():
-        load_buffer(module, own, folder[name], device)
+    new = [each for module in plan.parameters for _, each in _own_tensors(module) if each.is_meta]
+    try:
+        # Each rank reads only its own ranges. A file may be damaged or unreadable on one node, so the ranks agree.
+        with agreed(shards.collectives, "load_safetensors: read"), torch.no_grad(), closing(folder):
+            # An initializer may have removed parameters.
+            parameters = {
+                m: own for m, own in plan.parameters.items() if all(m._parameters[n] is not None for n in own)
+            }
+            for module, names in parameters.items():
+                make_room(module, names, shards)
+            for module, names in parameters.items():
+                load_module(module, {own: folder[name] for own, name in names.items()})
+            for (module, own), name in plan.buffers.items():
+                load_buffer(module, own, folder[name], device)
+    except BaseException:
+        with torch.no_grad():
+            for param in new:  # the memory is new, and only a part of it has values
+                _own_values(param, handle_of(param)).fill_(absent_value(param.dtype))
+        raise
 
 
 @dataclass
@@ -298,18 +308,24 @@ def load_module(module: nn.Module, values: Mapping[str, Tensor]) -> None:
     params = dict(_own_tensors(module))
     for own, value in values.items():
         param = params[own]
-        handle = handle_of(param)
-        if handle is None or handle.replaced:
-            data = local(param).detach()
+        with torch._C.DisableTorchFunction():  # otherwise each question about a sharded parameter takes 0.3 ms
+            handle = handle_of(param)
+            handle = None if handle is None or handle.replaced else handle
+            data = _own_values(param, handle)
+        if handle is None:
             full = data if data.is_contiguous() else torch.empty_like(data, memory_format=torch.contiguous_format)
             read_into(value, 0, full.view(-1))
             if full is not data:
                 data.copy_(full)
         else:
-            reach = handle.reach(handle.buffer.rank)
-            read_into(value, reach.start - handle.slot.start, handle.buffer.shard.stage()[reach])
+            read_into(value, handle.reach(handle.buffer.rank).start - handle.slot.start, data)
             handle.buffer.shard.commit()
         release(value)
+
+
+def _own_values(param: nn.Parameter, handle: ParamHandle | None) -> Tensor:
+    """Returns this rank's values of a parameter: a part of its shard, (n,), or all of them, in its shape."""
+    return local(param).detach() if handle is None else handle.buffer.shard.stage()[handle.reach(handle.buffer.rank)]
 
 
 def load_buffer(module: nn.Module, own: str, value: Tensor, device: torch.device) -> None:
