@@ -36,12 +36,16 @@ _VALUES: Mapping[str, Callable[[dict[str, Any]], Any]] = {
 _SEQUENCES: Mapping[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set}
 
 
-def encode(value: Any, where: str, keep: Callable[[Tensor], str]) -> Any:
+_CONVERT = "convert it, e.g. with .item(), .tolist() or .state_dict(), or leave it out"
+
+
+def encode(value: Any, where: str, keep: Callable[[Tensor], str], fix: str = _CONVERT) -> Any:
     """Encodes `value` as JSON.
 
     Args:
         where: place of `value` for messages, such as "client_state"; nested keys are appended to it.
         keep: stores a tensor in the file and returns its key.
+        fix: remedy for a value that is an object of another class.
 
     Raises:
         UsageError: a nested value is neither plain data nor a tensor; the message names its key.
@@ -87,7 +91,7 @@ def encode(value: Any, where: str, keep: Callable[[Tensor], str]) -> Any:
         where,
         expected="plain data (None, bool, int, float, str, bytes, list, tuple, set, dict), Path, Namespace or a tensor",
         got=f"{kind.__module__}.{kind.__qualname__}",
-        fix="convert it, e.g. with .item(), .tolist() or .state_dict(), or leave it out",
+        fix=fix,
     )
 
 

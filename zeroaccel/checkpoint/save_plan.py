@@ -237,7 +237,7 @@ class SavePlan:
                 )
             else:
                 where = f"optimizer {type(optimizer.optimizer).__name__}, state of {slot.fqn}[{name!r}]"
-                scalars[name] = encode(value, where, self.keep)
+                scalars[name] = encode(value, where, self.keep, _SAVE_WEIGHTS)
         self.scalars[slot.fqn] = scalars
 
     @staticmethod
@@ -251,6 +251,7 @@ class SavePlan:
         return f"state/{name}/{fqn}"
 
 
+_SAVE_WEIGHTS = "save the weights alone (Trainer: save_only_model=True), or use an optimizer whose states are tensors"
 _TRIED_SIZE = 8  # largest size per dim of the sample tensor that stands for a piece
 
 

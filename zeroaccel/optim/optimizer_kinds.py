@@ -109,14 +109,17 @@ def check_steppable(optimizer: Optimizer) -> None:
     """Checks, before sharding, that an engine can step the optimizer and that it has no state yet.
 
     Raises:
-        ConfigError: its `step` needs a closure.
+        ConfigError: its `step` needs a closure, or it updates weights inside backward.
         UsageError: it has stepped already.
     """
     name = type(optimizer).__name__
-    if inspect.signature(optimizer.step).parameters.get("closure", _OPTIONAL).default is inspect.Parameter.empty:
+    closure = inspect.signature(optimizer.step).parameters.get("closure", _OPTIONAL)
+    reason = "its step() evaluates the model again through a closure" if closure.default is closure.empty else ""
+    if hasattr(optimizer, "fused_backward"):  # LOMO
+        reason = "it updates weights inside backward, before the ranks have added up their gradients"
+    if reason:
         raise ConfigError(
-            f"optimizer {name}: its step() evaluates the model again through a closure, which is not supported",
-            fix="choose another optimizer, such as AdamW",
+            f"optimizer {name}: {reason}, which is not supported", fix="choose another optimizer, such as AdamW"
         )
     if has_stepped(optimizer):
         raise UsageError(

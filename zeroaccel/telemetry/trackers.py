@@ -379,6 +379,8 @@ class Trackers:
         self._is_main = is_main_process
         self._chosen: list[str | GeneralTracker] = [self._checked(item) for item in chosen]
         self._running: list[GeneralTracker] = []
+        # A TypeError is a mistake in the call, until a call has gone well; later it comes from a service's answer.
+        self._mistakes: list[type[Exception]] = [TypeError, ZeroAccelError]
 
     def __iter__(self) -> Iterator[GeneralTracker]:
         return iter(self._running)
@@ -457,7 +459,8 @@ class Trackers:
             log_kwargs: additional arguments of each tracker's `log`, by tracker name.
         """
         more = log_kwargs or {}
-        _each(self._running, "log", lambda tracker: tracker.log(values, step=step, **dict(more.get(tracker.name, {}))))
+        _each(self._running, "log", lambda t: t.log(values, step=step, **dict(more.get(t.name, {}))), *self._mistakes)
+        self._mistakes = [ZeroAccelError]
 
     def log_images(
         self,
@@ -548,12 +551,12 @@ class Monitors:
         self._trackers.clear()
 
 
-def _each(trackers: list[GeneralTracker], verb: str, call: Callable[..., None]) -> None:
+def _each(trackers: list[GeneralTracker], verb: str, call: Callable[..., None], *mistakes: type[Exception]) -> None:
     for tracker in tuple(trackers):
         try:
             call(tracker)
-        except (TypeError, ZeroAccelError):
-            raise  # a mistake in the call, not of the service
+        except mistakes:
+            raise
         except Exception:  # of any kind: training continues, and the log names the lost tracker
             trackers.remove(tracker)
             logger.exception("%s failed to %s and is switched off for this run", type(tracker).__name__, verb)

@@ -10,6 +10,7 @@ import resource
 import time
 from pathlib import Path
 from threading import Timer
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -93,6 +94,29 @@ def test_states_of_any_optimizer_come_back(ranks: Ranks, tmp_path: Path, kind: s
         for losses, weights in after:
             assert losses == before[0][0]
             assert [name for name in weights if not torch.equal(weights[name], before[0][1][name])] == []
+
+
+class WithObjects(torch.optim.SGD):
+    """An optimizer whose states are objects, as GaLore's projectors are."""
+
+    def step(self, closure: Any = None) -> Any:
+        for param in self.param_groups[0]["params"]:
+            self.state[param].setdefault("projector", SimpleNamespace(rank=4))
+        return super().step(closure)
+
+
+def save_objects(root: Path) -> str:
+    model = Toy()
+    engine, *_ = zeroaccel.initialize(model, WithObjects(model.parameters(), lr=0.1), config=config(2, optimizer=None))
+    train(engine, batches(engine.collectives.rank, 1))
+    return message(UsageError, lambda: engine.save_checkpoint(root))
+
+
+def test_states_that_are_objects_are_refused_with_what_can_be_saved(ranks: Ranks, tmp_path: Path) -> None:
+    for said in ranks(2).run(save_objects, tmp_path):
+        assert "['projector']: expected plain data" in said
+        assert "save the weights alone" in said
+    assert not list(tmp_path.iterdir())
 
 
 def tied_both_ways(root: Path) -> list[bool]:

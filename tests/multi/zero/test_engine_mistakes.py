@@ -114,6 +114,11 @@ CASES: dict[str, tuple[Callable[[Any], Arguments], type[ZeroAccelError], tuple[s
     ),
     "no optimizer": (lambda model: _given(lambda params: None), UsageError, ("initialize(optimizer)", "NoneType")),
     "a closure": (lambda model: _given(torch.optim.LBFGS(model.parameters())), ConfigError, ("LBFGS", "closure")),
+    "an update inside backward": (
+        lambda model: _given(type("Lomo", (torch.optim.SGD,), {"fused_backward": None})(model.parameters())),
+        ConfigError,
+        ("Lomo", "inside backward", "AdamW"),
+    ),
     "unmaterialized model": (_unmaterialized, UsageError, ("meta",)),
     "complex parameter": (_complex, UsageError, ("phase", "complex64", "view_as_real")),
     "optimizer that has stepped": (_stepped_optimizer, UsageError, ("SGD", "no state")),

@@ -92,22 +92,45 @@ def test_a_tracker_of_ones_own_gets_its_keywords_and_its_end() -> None:
 class Failing(Notes):
     name = "failing"
 
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        raise ConnectionError("the service is away") if step == 1 else TypeError("commit")
+        if step:
+            raise self.error
 
 
-def test_a_tracker_that_fails_in_a_run_is_switched_off_and_the_others_go_on() -> None:
-    failing, notes = Failing(), Notes()
+@pytest.mark.parametrize(
+    "error", [ConnectionError("the service is away"), TypeError("'NoneType' has no items")], ids=repr
+)
+def test_a_tracker_that_fails_in_a_run_is_switched_off_and_the_others_go_on(error: Exception) -> None:
+    failing, notes = Failing(error), Notes()
     trackers = Trackers([failing, notes], None, is_main_process=True)
     trackers.init("run")
-    with pytest.raises(TypeError, match="commit"):  # a mistake in the call
-        trackers.log({"loss": 3.0}, step=0)
+    trackers.log({"loss": 3.0}, step=0)
+    notes.calls.clear()
     with log_lines() as lines:
         for step in (1, 2):
             trackers.log({"loss": 2.0}, step=step)
     assert lines == ["Failing failed to log and is switched off for this run"]
     assert [call[1] for call in notes.calls] == [1, 2]
     trackers.finish()
+
+
+class Strict(Notes):
+    name = "strict"
+
+    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:  # type: ignore[override]
+        self.calls.append(step)
+
+
+def test_a_mistake_in_the_first_call_is_an_error_of_the_script() -> None:
+    trackers = Trackers(Strict(), None, is_main_process=True)
+    trackers.init("run")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'commit'"):
+        trackers.log({"loss": 3.0}, log_kwargs={"strict": {"commit": True}})
+    assert len(trackers) == 1
 
 
 class Registered(Notes):

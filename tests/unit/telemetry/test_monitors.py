@@ -30,13 +30,13 @@ def sections(**named: dict[str, Any]) -> Config:
 
 
 class Recorder(GeneralTracker):
-    def __init__(self, fails: bool = False) -> None:
+    def __init__(self, error: Exception | None = None) -> None:
         self.calls: list[Any] = []
-        self.fails = fails
+        self.error = error
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        if self.fails:
-            raise OSError("disk is full")
+        if self.error is not None:
+            raise self.error
         self.calls.append((dict(values), step))
 
     def flush(self) -> None:
@@ -189,12 +189,13 @@ def test_monitors_pass_everything_on_and_close_once() -> None:
     assert not monitors
 
 
-def test_a_failing_monitor_is_reported_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [OSError("disk is full"), TypeError("no answer")], ids=repr)
+def test_a_failing_monitor_is_reported_and_left_out(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     said: list[str] = []
     handler = logging.Handler()
     monkeypatch.setattr(handler, "emit", lambda record: said.append(f"{record.getMessage()}: {record.exc_info[1]}"))
     logger.addHandler(handler)
-    bad, good = Recorder(fails=True), Recorder()
+    bad, good = Recorder(error), Recorder()
     monitors = Monitors([bad, good])
     try:
         monitors.write([("a", 1.0, 1)])
@@ -203,4 +204,4 @@ def test_a_failing_monitor_is_reported_and_left_out(monkeypatch: pytest.MonkeyPa
         logger.removeHandler(handler)
         monitors.close()
     assert good.calls[:2] == [({"a": 1.0}, 1), ({"a": 2.0}, 2)]
-    assert said == ["Recorder failed to write and is switched off for this run: disk is full"]
+    assert said == [f"Recorder failed to write and is switched off for this run: {error}"]
