@@ -1,7 +1,8 @@
 """The page of models that fit: `python docs/site/model_table.py` estimates every cell, and writes docs/models.md.
 
 Each row is a model, a method and a number of GPUs; each cell is the first plan of `zeroaccel estimate` that fits. The
-whole table takes minutes; a test estimates a few rows again.
+whole table takes long; a test estimates a few rows again. With names of models as arguments, the program estimates
+their rows only.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ MODELS = (
     "qwen3-8b",
     "qwen3-32b",
     "qwen3-30b-a3b",
+    "qwen3.5-27b",
     "gpt-oss-20b",
     "gpt-oss-120b",
     "gemma-3-27b",
+    "gemma-4-31b",
 )
 _SEQUENCE = 2048
 _START = "<!-- table: docs/site/model_table.py -->"
@@ -96,16 +99,20 @@ def row(line: Line, cells: list[str]) -> str:
     return f"| {line.model} | {line.method} | {line.ranks} | {' | '.join(cells)} |"
 
 
-def table() -> Iterator[str]:
-    """Yields the table, one row per estimate."""
-    yield f"| model | method | GPUs | {' | '.join(f'`{device} GB`' for device in DEVICES)} |"
-    yield "|---|---|---|" + "---|" * len(DEVICES)
-    for line in lines():
-        print(line, file=sys.stderr, flush=True)
-        yield row(line, line.cells())
+def write(new: dict[Line, str]) -> None:
+    """Writes the page with these rows in place of its own ones."""
+    head, _, old = PAGE.read_text().partition(_START)
+    there = {tuple(each.split(" | ")[:3]): each for each in old.splitlines()}
+    rows = [new.get(line) or there.get(tuple(row(line, []).split(" | ")[:3]), "") for line in lines()]
+    first = f"| model | method | GPUs | {' | '.join(f'`{device} GB`' for device in DEVICES)} |"
+    table = [first, "|---|---|---|" + "---|" * len(DEVICES), *filter(None, rows)]
+    PAGE.write_text(head + "\n".join([_START, "", *table]) + "\n")
 
 
 if __name__ == "__main__":
-    rows = list(table())
-    head = PAGE.read_text().partition(_START)[0]
-    PAGE.write_text(head + "\n".join([_START, "", *rows]) + "\n")
+    estimated: dict[Line, str] = {}
+    for each in lines():
+        if each.model in (sys.argv[1:] or MODELS):
+            print(each, file=sys.stderr, flush=True)
+            estimated[each] = row(each, each.cells())
+            write(estimated)
