@@ -6,6 +6,7 @@ it builds the optimizer and the schedule that the config names over a few number
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +18,8 @@ from torch.optim import Optimizer
 
 from zeroaccel.config import BatchSizes, Config, ShardPlan, TierPlan
 from zeroaccel.config.shard_plan import UpdateTime
-from zeroaccel.errors import ConfigError, UsageError
+from zeroaccel.errors import ConfigError, UsageError, listed
+from zeroaccel.logs import log_once
 from zeroaccel.optim.lr_schedules import build_scheduler
 from zeroaccel.optim.optimizer_factory import build_optimizer
 from zeroaccel.optim.optimizer_kinds import OptimizerKind
@@ -161,6 +163,14 @@ def model_rules_of(
     )
     in_fp32 = settings.data_types.keep_in_fp32_modules
     fp32 = kept_in_fp32(model, in_fp32, precision, plain)
+    entries = [] if in_fp32 == "auto" else in_fp32
+    if unknown := [entry for entry in entries if not kept_in_fp32(model, [entry], precision, plain)]:
+        # No error: with pipeline stages, the modules of an entry may be on other ranks.
+        log_once(
+            logging.WARNING,
+            f"{settings.where('data_types.keep_in_fp32_modules')}: no parameter or buffer of this rank's model is in a "
+            f"module {listed(unknown)}; an entry is one or several whole names of a path, such as lora_A or model.norm",
+        )
     buffer_dtypes = BufferDtypes(precision, dtype_of(settings.data_types.buffer_dtype), frozenset(fp32)).of(model)
     dtype, fp32_params = precision, fp32 if autocast is None else kept_in_fp32(model, in_fp32, autocast, plain)
     if autocast is not None and settings.precision == "fp32":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 import zeroaccel
 from tests.multi.zero.test_engine_passes import drive
+from tests.support.log_lines import log_lines
 from tests.support.pool import Ranks
 from tests.support.refusals import message
 from tests.support.training import WIDTH, Block, Toy, batches, config, differences, recording, train_step
@@ -72,6 +74,18 @@ def test_dtypes_asked_for(ranks: Ranks) -> None:
         assert {found[name] for name in ("table", "small", "offset", "final.scale", "final.weight")} == {"bfloat16"}
         assert found["count"] == "int64"
         assert found["finals.weight"] == "float32"
+
+
+def _warnings(modules: list[str]) -> list[str]:
+    with log_lines(logging.WARNING) as lines:
+        _dtypes(config(3, "bf16", data_types={"keep_in_fp32_modules": modules}))
+    return [line for line in lines if "keep_in_fp32_modules" in line]
+
+
+def test_modules_that_do_not_exist_are_named(ranks: Ranks) -> None:
+    (found,) = ranks(1).run(_warnings, ["final", "fina"])[0]
+    assert found.startswith("data_types.keep_in_fp32_modules: no parameter or buffer")
+    assert "module fina;" in found
 
 
 def test_everything_is_fp32_without_a_precision(ranks: Ranks) -> None:
