@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.log_lines import log_lines
+from zeroaccel.compat import transformers_loading
 from zeroaccel.errors import UsageError
 from zeroaccel.zero.access import lazy_tensors
 from zeroaccel.zero.access.lazy_tensors import LazyTensor, Loaded, OpenFile, Stored, read_into, release
@@ -96,6 +100,31 @@ def test_ranks_read_each_byte_once(name: str, tmp_path: Path) -> None:
         share = result.numel() // 4
         read_into(result, rank * share, torch.empty(share, dtype=result.dtype))
     assert needed * 0.99 <= file.read_nbytes <= needed * 1.02
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_transposed_experts_are_read_once(world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An expert that is larger than a chunk is one chunk; one that two ranks share is read by both of them."""
+    monkeypatch.setattr(lazy_tensors, "_CHUNK_NBYTES", 1024)
+    table = SimpleNamespace(FP4_VALUES=[0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    monkeypatch.setitem(sys.modules, "transformers.integrations.mxfp4", table)  # whose import takes seconds
+    tensors = {
+        "blocks": torch.randint(0, 256, (8, 6, 3, 16), dtype=torch.uint8),
+        "scales": torch.randint(110, 125, (8, 6, 3), dtype=torch.uint8),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    file = OpenFile(tmp_path / "model.safetensors")
+    lazy = {name: LazyTensor(Stored(name, at, file)) for name, at in tensor_locations(file.path)}
+    expected = transformers_loading._mxfp4_values(tensors["blocks"], tensors["scales"]).reshape(-1)
+    values = transformers_loading._mxfp4_values(lazy["blocks"], lazy["scales"])
+    expert, found = expected.numel() // 8, []
+    ends = [0, *(8 * expert * rank // world_size + 7 for rank in range(1, world_size)), 8 * expert]
+    for first, end in itertools.pairwise(ends):
+        found.append(torch.empty(end - first, dtype=torch.bfloat16))
+        read_into(values, first, found[-1])
+    assert torch.equal(torch.cat(found), expected)
+    nbytes = sum(each.nbytes for each in tensors.values())
+    assert nbytes <= file.read_nbytes <= nbytes * (1 + (world_size - 1) / 8)
 
 
 def test_casts_of_codes_have_the_bits_of_torch() -> None:

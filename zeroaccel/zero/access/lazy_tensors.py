@@ -38,6 +38,7 @@ from zeroaccel.zero.access.safetensors_file import TensorLocation, dtype_of, pre
 _CHUNK_NBYTES = 8 << 20  # of one read, and of the result of one computation
 _CACHED_NUMEL = 1 << 19  # elements: a processor's cache keeps the values of such a computation
 _MOST_SPAN_NBYTES = 32 << 20
+_MOST_TRANSPOSED_NUMEL = 32 << 20  # of a chunk of a transposed tensor: an expert, whose bytes are then read once
 
 Box = tuple[tuple[int, int], ...]
 """(first, end) of each dimension."""
@@ -343,28 +344,37 @@ def read_into(tensor: Tensor, start: int, into: Tensor) -> None:
         return
     node, place = tensor.node, tensor.place
     whole = place.is_contiguous()
-    step = into.numel() if whole and isinstance(node, (Stored, Loaded)) else _chunk_numel(tensor)
+    in_order, step = (True, into.numel()) if whole and isinstance(node, (Stored, Loaded)) else _chunk_numel(tensor)
     # A chunk ends where rows of the node end, so that it is few boxes.
-    unit = max((each for each in _strides(node.shape) if 0 < each <= step), default=1)
+    strides = [each for each in _strides(node.shape) if each]
+    unit = max((each for each in strides if each <= (step if in_order else _MOST_TRANSPOSED_NUMEL)), default=1)
+    step = max(step - step % unit, unit)
+    # A transposed tensor is computed in whole rows, also at the ends of the range: each box would read the same bytes.
+    row = 1 if in_order else max((each for each in strides if each <= _CACHED_NUMEL), default=1)
     first = start + (_offset(place) if whole else 0)
-    ends = range(step - step % unit - first % unit, into.numel(), max(step - step % unit, 1))
+    ends = range((step - first) % step or step, into.numel(), step)
     for low, high in itertools.pairwise((0, *ends, into.numel())):
         part = into[low:high]
-        if whole:
-            node.fill_flat(first + low, part)
+        before, after = (first + low) % row, -(first + high) % row
+        if not whole:
+            for box, begin, end in _boxes(tensor.shape, start + low, start + low + part.numel()):
+                tensor.fill(box, part[begin:end].view([high - least for least, high in box]))
+        elif before or after:
+            values = part.new_empty(before + part.numel() + after)
+            node.fill_flat(first + low - before, values)
+            part.copy_(values[before : before + part.numel()])
         else:
-            for box, first, end in _boxes(tensor.shape, start + low, start + low + part.numel()):
-                tensor.fill(box, part[first:end].view([high - least for least, high in box]))
+            node.fill_flat(first + low, part)
 
 
-def _chunk_numel(tensor: LazyTensor) -> int:
-    """Returns the most elements to evaluate at a time."""
+def _chunk_numel(tensor: LazyTensor) -> tuple[bool, int]:
+    """Returns whether the values are in the order of their sources, and the most elements to evaluate at a time."""
     nodes = list(tensor.nodes())
     sources = [each for node in nodes for each in tree_leaves(node.sources) if isinstance(each, LazyTensor)]
     computes = any(isinstance(node, (_Computed, _LookedUp)) for node in nodes)
     # Chunks of transposed tensors are long, because short ones would read each file in shorter runs.
     in_order = all(each.place.is_contiguous() for each in (tensor, *sources))
-    return _CACHED_NUMEL if computes and in_order else _CHUNK_NBYTES // 4
+    return in_order, _CACHED_NUMEL if computes and in_order else _CHUNK_NBYTES // 4
 
 
 def is_pure(node: Node) -> bool:
