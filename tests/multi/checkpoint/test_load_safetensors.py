@@ -227,7 +227,7 @@ class Written(nn.Module):
         self.operator = nn.Parameter(torch.empty(40))
         torch.ops.aten.fill_(self.operator.data, 5.0)
         self.by_name = nn.Parameter(torch.empty(40), requires_grad=False)
-        self.by_name += 6.0 - self.by_name
+        self.by_name[:] = 6.0
         self.ones = nn.Parameter(torch.ones(40) * 7.0)
 
 
