@@ -36,6 +36,7 @@ MODELS = (
     "qwen3-32b",
     "qwen3-30b-a3b",
     "qwen3.5-27b",
+    "qwen3.6-35b-a3b",
     "gpt-oss-20b",
     "gpt-oss-120b",
     "gemma-3-27b",
