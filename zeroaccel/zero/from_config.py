@@ -163,14 +163,7 @@ def model_rules_of(
     )
     in_fp32 = settings.data_types.keep_in_fp32_modules
     fp32 = kept_in_fp32(model, in_fp32, precision, plain)
-    entries = [] if in_fp32 == "auto" else in_fp32
-    if unknown := [entry for entry in entries if not kept_in_fp32(model, [entry], precision, plain)]:
-        # No error: with pipeline stages, the modules of an entry may be on other ranks.
-        log_once(
-            logging.WARNING,
-            f"{settings.where('data_types.keep_in_fp32_modules')}: no parameter or buffer of this rank's model is in a "
-            f"module {listed(unknown)}; an entry is one or several whole names of a path, such as lora_A or model.norm",
-        )
+    _warn_of_unknown(model, settings, plain)
     buffer_dtypes = BufferDtypes(precision, dtype_of(settings.data_types.buffer_dtype), frozenset(fp32)).of(model)
     dtype, fp32_params = precision, fp32 if autocast is None else kept_in_fp32(model, in_fp32, autocast, plain)
     if autocast is not None and settings.precision == "fp32":
@@ -202,6 +195,20 @@ def model_rules_of(
         splits,
     )
     return ModelRules(buffer_dtypes, units, placement)
+
+
+def _warn_of_unknown(model: nn.Module, settings: Config, plain: Callable[[str], str]) -> None:
+    """Warns of entries of keep_in_fp32_modules that fit no module; those of pipeline stages may be on other ranks."""
+    entries = settings.data_types.keep_in_fp32_modules
+    found = (
+        [] if entries == "auto" else [each for each in entries if not kept_in_fp32(model, [each], torch.float32, plain)]
+    )
+    if found:
+        log_once(
+            logging.WARNING,
+            f"{settings.where('data_types.keep_in_fp32_modules')}: no parameter or buffer of this rank's model is in a "
+            f"module {listed(found)}; an entry is one or several whole names of a path, such as lora_A or model.norm",
+        )
 
 
 def _code_format(model: nn.Module, settings: Config) -> str:
