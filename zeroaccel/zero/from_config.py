@@ -161,9 +161,8 @@ def model_rules_of(
     codes = _code_format(model, settings) or (
         "int8" if plan.params and zero.zero_quantized_nontrainable_weights else ""
     )
-    in_fp32 = settings.data_types.keep_in_fp32_modules
+    in_fp32 = _fp32_modules(model, settings, plain)
     fp32 = kept_in_fp32(model, in_fp32, precision, plain)
-    _warn_of_unknown(model, settings, plain)
     buffer_dtypes = BufferDtypes(precision, dtype_of(settings.data_types.buffer_dtype), frozenset(fp32)).of(model)
     dtype, fp32_params = precision, fp32 if autocast is None else kept_in_fp32(model, in_fp32, autocast, plain)
     if autocast is not None and settings.precision == "fp32":
@@ -197,8 +196,8 @@ def model_rules_of(
     return ModelRules(buffer_dtypes, units, placement)
 
 
-def _warn_of_unknown(model: nn.Module, settings: Config, plain: Callable[[str], str]) -> None:
-    """Warns of entries of keep_in_fp32_modules that fit no module; those of pipeline stages may be on other ranks."""
+def _fp32_modules(model: nn.Module, settings: Config, plain: Callable[[str], str]) -> Sequence[str]:
+    """Returns keep_in_fp32_modules; warns of entries that fit no module, which with pipeline stages may be elsewhere."""
     entries = settings.data_types.keep_in_fp32_modules
     found = (
         [] if entries == "auto" else [each for each in entries if not kept_in_fp32(model, [each], torch.float32, plain)]
@@ -209,6 +208,7 @@ def _warn_of_unknown(model: nn.Module, settings: Config, plain: Callable[[str], 
             f"{settings.where('data_types.keep_in_fp32_modules')}: no parameter or buffer of this rank's model is in a "
             f"module {listed(found)}; an entry is one or several whole names of a path, such as lora_A or model.norm",
         )
+    return entries
 
 
 def _code_format(model: nn.Module, settings: Config) -> str:
