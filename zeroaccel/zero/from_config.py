@@ -197,7 +197,7 @@ def model_rules_of(
 
 
 def _fp32_modules(model: nn.Module, settings: Config, plain: Callable[[str], str]) -> Sequence[str]:
-    """Returns keep_in_fp32_modules; warns of entries that fit no module, which with pipeline stages may be elsewhere."""
+    """Returns keep_in_fp32_modules; warns of entries that fit no module of this rank, as with pipeline stages."""
     entries = settings.data_types.keep_in_fp32_modules
     found = (
         [] if entries == "auto" else [each for each in entries if not kept_in_fp32(model, [each], torch.float32, plain)]
