@@ -1,33 +1,23 @@
 """The checkpoint calls of an engine: their checks, the agreement between ranks, and their order with training.
 
 An engine (`zeroaccel/engine.py`) has a `Checkpointer`, to which its calls delegate; the core in `zero/` knows none.
-`save`, `loader` and `weights` do the work.
-
-`BackgroundSave` is a save that runs concurrently with training: one thread copies, one writes, and neither uses a
-collective, because collectives of a thread would interleave with those of training in an order that differs between
-ranks. So ranks communicate through the disk: each writes a small part file when its tensors are on the disk, or a part
-file with its error; rank 0 polls for these files and commits. The `Checkpointer` checks `finished` and `error` in the
-main thread. The threads are not daemons: the interpreter waits for them at exit.
+`save`, `background_save`, `loader` and `weights` do the work.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import threading
-import time
 from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zeroaccel.checkpoint.atomic_write import TEMPORARY_SUFFIX, write_durably, writing_to
+from zeroaccel.checkpoint.background_save import BackgroundSave
 from zeroaccel.checkpoint.compatibility import CheckpointMisfit, check_model, check_optimizer
 from zeroaccel.checkpoint.find import find_checkpoint, newest_first
 from zeroaccel.checkpoint.formats.dcp_import import find_dcp, open_dcp
@@ -44,7 +34,7 @@ from zeroaccel.checkpoint.loader import (
 from zeroaccel.checkpoint.manifest import Manifest
 from zeroaccel.checkpoint.plain_codec import decode, random_state, restore_random_state
 from zeroaccel.checkpoint.rank_file_writer import Staging
-from zeroaccel.checkpoint.save import CommitRules, Part, Progress, Save, SaveRequest, prepare
+from zeroaccel.checkpoint.save import CommitRules, Progress, Save, SaveRequest, prepare
 from zeroaccel.checkpoint.save_plan import EngineState, WholeModel, left_out, persistent_buffers
 from zeroaccel.checkpoint.tensor_store import TensorStore, UnreadStore
 from zeroaccel.checkpoint.weights import Requantize, consolidated_state_dict, save_model_files, save_weights
@@ -54,7 +44,6 @@ from zeroaccel.comm.environment import is_in_launcher_memory
 from zeroaccel.config.schema import Checkpoint
 from zeroaccel.errors import CheckpointError, EngineStateError, Preempted
 from zeroaccel.logs import logger
-from zeroaccel.ops.device_threads import start_thread
 from zeroaccel.telemetry.timeline import named_range
 from zeroaccel.zero.engine_core import EngineCore
 from zeroaccel.zero.precision import DynamicLossScale
@@ -524,122 +513,3 @@ class Checkpointer:
                 got=", ".join(f"{path} ({save_id}) on rank {rank}" for rank, (path, save_id) in enumerate(ids)),
                 fix="load from a folder that is shared between all machines",
             )
-
-
-_POLL_SECONDS = 0.02
-_STALL_SECONDS = 120.0
-"""How long another rank's file may go without growing before rank 0 fails the save."""
-
-
-class BackgroundSave:
-    """Starts the threads of a save: one copies tensors to host memory, one writes and commits.
-
-    Attributes:
-        error: the error that failed the save; None while it runs, and after success.
-    """
-
-    def __init__(self, save: Save) -> None:
-        self._save = save
-        self.tag = save.tag
-        self.error: Exception | None = None
-        self._abandoned = Event()
-        device = save.writer.device
-        self._copier = start_thread(save.writer.copy, f"checkpoint copy {save.tag}", device)
-        self._writer = start_thread(self._run, f"checkpoint write {save.tag}", device)
-
-    @property
-    def finished(self) -> bool:
-        """True if this rank's threads have ended. On rank 0, the checkpoint is then complete or has failed."""
-        return not self._writer.is_alive()
-
-    def wait_copied(self) -> None:
-        """Waits until all tensors are copied, so that the optimizer may change the weights."""
-        self._save.writer.copied.wait()
-
-    def wait(self) -> None:
-        """Waits until this rank has finished, also after a failure."""
-        self._writer.join()
-
-    def abandon(self) -> None:
-        """Stops waiting for other ranks and removes this rank's files. Call `discard_folder` when all ranks have."""
-        self._abandoned.set()
-        self.wait()
-        with contextlib.suppress(OSError):
-            self._part_path(self._save.ranks.rank).unlink(missing_ok=True)
-        self._save.discard()
-
-    def discard_folder(self) -> None:
-        """Removes the folder if it is empty. Every rank must have abandoned the save."""
-        self._save.discard_folder()
-
-    def _run(self) -> None:
-        try:
-            self._write()
-        except Exception as error:
-            self.error = error
-            logger.error("checkpoint %s: %s", self.tag, error)
-        finally:
-            self._copier.join()
-            self._save.release()
-
-    def _write(self) -> None:
-        save = self._save
-        try:
-            part = save.write_part()
-            if save.ranks.rank:
-                self._send(part)
-        except Exception as error:
-            save.discard()
-            if save.ranks.rank:
-                with contextlib.suppress(CheckpointError):  # the disk may be full; then rank 0 sees a stalled file
-                    self._send({"error": str(error)})
-            raise
-        if save.ranks.rank == 0:
-            save.commit([part, *(self._wait_for(rank) for rank in range(1, save.ranks.world_size))])
-
-    def _send(self, part: Part) -> None:
-        """Writes the part file that rank 0 polls for."""
-        path = self._part_path(self._save.ranks.rank)
-        with writing_to(path, keeps_others=True):
-            write_durably(path, json.dumps(part).encode())
-
-    def _part_path(self, rank: int) -> Path:
-        return self._file_path(rank).with_suffix(".part.json")
-
-    def _file_path(self, rank: int) -> Path:
-        file = self._save.writer.path
-        return file.with_name(file.name.replace(f"rank{self._save.ranks.rank:05d}", f"rank{rank:05d}", 1))
-
-    def _wait_for(self, rank: int) -> Part:
-        """Waits for the part file of a rank and returns the part; raises CheckpointError if it will never arrive."""
-        path = self._part_path(rank)
-        last_nbytes, since = -1, time.monotonic()
-        while not path.exists():
-            # A process that has ended is detected at once on the same machine. On other machines, or if a disk hangs,
-            # a file that stops growing shows that the rank no longer writes.
-            if self._save.processes[rank].is_gone() and not path.exists():
-                raise CheckpointError(
-                    f"checkpoint {self.tag}: rank {rank} ended before it wrote its part",
-                    fix="look at the log of that rank; earlier checkpoints are unchanged",
-                )
-            nbytes = self._nbytes_written(rank)
-            if nbytes != last_nbytes:
-                last_nbytes, since = nbytes, time.monotonic()
-            if time.monotonic() - since > _STALL_SECONDS:
-                raise CheckpointError(
-                    f"checkpoint {self.tag}: rank {rank} has written nothing for {_STALL_SECONDS:.0f} s",
-                    fix="look at the log of that rank; earlier checkpoints are unchanged",
-                )
-            if self._abandoned.wait(_POLL_SECONDS):
-                raise CheckpointError(f"checkpoint {self.tag}: abandoned, because another rank failed")
-        part: Part = json.loads(path.read_text(encoding="utf-8"))
-        if "error" in part:
-            raise CheckpointError(f"checkpoint {self.tag}: rank {rank}: {part['error']}")
-        return part
-
-    def _nbytes_written(self, rank: int) -> int:
-        path = self._file_path(rank)
-        for candidate in (path, path.with_name(path.name + TEMPORARY_SUFFIX)):
-            with contextlib.suppress(OSError):
-                return candidate.stat().st_size
-        return 0

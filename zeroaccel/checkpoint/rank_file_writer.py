@@ -1,7 +1,7 @@
 """Writes one rank's file from live tensors: copies chunks into staging memory, computes checksums, writes, publishes.
 
 Copying and writing run in two threads with a bounded number of chunks between them, so that the copies overlap with the
-disk. `save.py` and `checkpointer.py` choose the threads. Once `copied` is set, the tensors may change: a background
+disk. `save.py` and `background_save.py` choose the threads. Once `copied` is set, the tensors may change: a background
 save blocks the next optimizer step only until then.
 
 [Note: reading a device] Tensors on a CUDA device are copied into page-locked chunks on a separate stream. On the

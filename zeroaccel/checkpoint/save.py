@@ -1,7 +1,7 @@
 """Saving: the ranks agree on tag and folder, each rank writes its file, and rank 0 commits the checkpoint.
 
 1. `prepare` collects a `SavePlan`, agrees on tag and folder, and takes the folder's lock (all ranks).
-2. `Save.write_part` writes this rank's file (each rank; in this thread, or in one of `checkpointer.py`).
+2. `Save.write_part` writes this rank's file (each rank; in this thread, or in one of `background_save.py`).
 3. `commit` writes the manifest, then `latest` and the conversion script, then removes obsolete files (rank 0).
 
 A folder is a checkpoint once it has a manifest: a crash before step 3 leaves no checkpoint, a later one a complete one.
