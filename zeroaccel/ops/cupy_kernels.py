@@ -16,9 +16,10 @@ from __future__ import annotations
 import importlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import distributions
 from importlib.util import find_spec
+from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,9 +65,8 @@ def open_cupy() -> Any:
         raise KernelError(f"CuPy {cupy.__version__} is older than {_LEAST_VERSION}", _install())
     built = cupy.cuda.runtime.runtimeGetVersion() // 1000
     if built != int(_cuda_major()):
-        raise KernelError(
-            f"CuPy {cupy.__version__} is built for CUDA {built}, torch for CUDA {torch.version.cuda}", replace
-        )
+        reason = f"CuPy {cupy.__version__} is built for CUDA {built}, torch for CUDA {torch.version.cuda}"
+        raise KernelError(reason, replace)
     return cupy
 
 
@@ -171,14 +171,12 @@ class KernelModule:
         self._cupy = cupy
         self._source = source
         self._device = device
-        self._fixed = {
-            found[1]: [place for place, each in enumerate(found[2].split(",")) if each.split()[:1] == ["FIXED"]]
-            for found in _KERNEL.finditer(source)
-        }
-        self._functions: dict[tuple[str, tuple[int, ...]], Any] = {}
-        self._load({name: () for name, places in self._fixed.items() if not places})
+        found = _KERNEL.findall(source)
+        self._constants_of = {name: _fixed_of(parameters) for name, parameters in found}
+        self._functions: dict[tuple[str, tuple[Any, ...]], Any] = {}
+        self._load({name: () for name, parameters in found if "FIXED" not in parameters})
 
-    def _load(self, kernels: Mapping[str, tuple[int, ...]]) -> None:
+    def _load(self, kernels: Mapping[str, tuple[Any, ...]]) -> None:
         try:
             with torch.cuda.device(self._device):
                 code = with_constants(self._source, kernels)
@@ -201,21 +199,27 @@ class KernelModule:
             KernelError: the kernel does not compile or load, or the launch failed, possibly because of an earlier
                 error on the device.
         """
-        key = name, tuple(int(arguments[place]) for place in self._fixed[name])  # type: ignore[call-overload]
+        key = name, self._constants_of[name](arguments)
         if key not in self._functions:
             self._load(dict([key]))
         stream = SimpleNamespace(ptr=torch.cuda.current_stream(self._device).cuda_stream)
-        function = self._functions[key]
         try:
             # A launch uses the context of the thread's device, which differs in a thread that has not chosen one. CuPy
             # follows the device that torch selects.
             if torch.cuda.current_device() == self._device.index:
-                function(grid, (threads,), arguments, 0, stream)
+                self._functions[key](grid, (threads,), arguments, 0, stream)
             else:
                 with torch.cuda.device(self._device):
-                    function(grid, (threads,), arguments, 0, stream)
+                    self._functions[key](grid, (threads,), arguments, 0, stream)
         except RuntimeError as error:
             raise KernelError(f"{name} on {self._device}: {_text(error)}") from error
+
+
+def _fixed_of(parameters: str) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """Returns a function that takes a launch's arguments and returns those of the FIXED parameters."""
+    places = [place for place, each in enumerate(parameters.split(",")) if "FIXED" in each]
+    # Ten times as fast as the loop, and called in each launch.
+    return itemgetter(*places) if len(places) > 1 else lambda arguments: tuple(arguments[place] for place in places)
 
 
 def _text(error: Exception) -> str:

@@ -36,7 +36,7 @@ _THREADS = 256  # threads per block: THREADS in the source
 _ITEMS = 4  # elements per thread of an update: ITEMS in the source
 _WARPS = _THREADS // 32
 _MAX_BLOCKS = 1024  # maximum for a reduction, each of whose blocks ends in an atomic operation on one word
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_KINDS = {torch.float32: np.int32(0), torch.bfloat16: np.int32(1), torch.float16: np.int32(2)}
 _STRUCTURE = np.dtype(("V", 8 * MANY))  # `Tensors` or `Numels` in the source
 
 
@@ -101,8 +101,8 @@ class DeviceKernels:
         numel = grad.numel()
         if numel == 0:
             return
-        moment = next((_KINDS.get(tensor.dtype, 0) for tensor in state[1:] if tensor is not None), 0)
-        numbers = [*scalars, np.int64(numel), dtype_kind(grad), np.int32(moment), dtype_kind(out)]
+        moment = next((_KINDS.get(tensor.dtype) for tensor in state[1:] if tensor is not None), 0)
+        numbers = [*scalars, np.int64(numel), dtype_kind(grad), np.int32(moment or 0), dtype_kind(out)]
         arguments, reads = [*state, grad, out, control, *numbers], [*state, grad, control]
         self.launch(name, arguments, reads=reads, writes=[*state, out], blocks=update_blocks([numel]))
 
@@ -295,10 +295,10 @@ def update_blocks(numels: Sequence[int]) -> int:
 
 def dtype_kind(tensor: Tensor | None) -> np.int32:
     """Returns the number of a tensor's dtype as a kernel argument; 0 for None."""
-    return np.int32(0 if tensor is None else _KINDS[tensor.dtype])
+    return _KINDS[torch.float32 if tensor is None else tensor.dtype]
 
 
-def _code_numbers(numel: int, codes: Tensor, *numbers: int) -> list[Argument]:
+def _code_numbers(numel: int, codes: Tensor, *numbers: int | np.int32) -> list[Argument]:
     return [np.int64(numel), np.int64(codes.shape[-1]), *(np.int32(number) for number in numbers)]
 
 
