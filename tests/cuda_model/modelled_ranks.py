@@ -41,6 +41,7 @@ from zeroaccel.offload.host_buffers import HostArena
 from zeroaccel.ops import dispatch, step_control
 from zeroaccel.ops.device_kernels import DeviceKernels, kernels_for
 from zeroaccel.zero.param_unit import FlatBuffer
+from zeroaccel.zero.storage import placement
 from zeroaccel.zero.storage.shards import SecondaryShard
 
 _PACKAGES = (zeroaccel.checkpoint, zeroaccel.comm, zeroaccel.offload, zeroaccel.ops, zeroaccel.zero)
@@ -212,6 +213,9 @@ def _replace_host_work(cuda: FakeCuda, turns: model_threads.Turns, replacements:
             cuda.pin(made)
         return made
 
+    def states(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> Tensor:
+        return host_buffers.empty_on_host(shape, dtype, pinned=pinned).zero_()  # as new pages of the system are
+
     def empty(arena: HostArena, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         made = torch.empty(tuple(shape), dtype=dtype)
         if made.numel():
@@ -228,6 +232,7 @@ def _replace_host_work(cuda: FakeCuda, turns: model_threads.Turns, replacements:
     _, _, executor = model_threads.thread_classes(turns)
     replacements.everywhere(dispatch.launch, launch)
     replacements.everywhere(host_buffers.aligned_bytes, aligned_bytes)
+    replacements.set(placement, "empty_on_host", states)
     replacements.set(HostArena, "empty", empty)  # its tensors report their end through arrays, which fake tensors lack
     replacements.everywhere(BlockFile, lambda *arguments: _ModelFile(cuda, executor, *arguments))
 

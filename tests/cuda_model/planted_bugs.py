@@ -254,11 +254,9 @@ def _free_what_is_reduced(original: Callable[..., Any], ranks: Any, out: Tensor,
     return work
 
 
-def _unfilled(original: Callable[..., Any], optimizer: Any, *arguments: Any) -> Any:
+def _unfilled(original: Callable[..., Any], optimizer: Any, param: Tensor, shape: Any, dtype: Any, *_: Any) -> Any:
     """Returns moments that nothing fills."""
-    made = original(optimizer, *arguments)
-    made.fill_ = lambda value: made
-    return made
+    return param.new_empty(tuple(shape), dtype=dtype)
 
 
 def _copy_nothing(original: Callable[..., Any], copies: CopyStream, source: Tensor, work: Any, *rest: Any) -> Any:
@@ -496,7 +494,7 @@ BUGS: Mapping[str, Bug] = {
         "FREED IN USE",
     ),
     "moments that nothing fills": Bug(
-        "stage 2", _with("zeroaccel.ops.shard_step.ShardOptimizer", "_empty_state", _unfilled), "READ BEFORE ANY WRITE"
+        "stage 2", _with("zeroaccel.ops.shard_step.ShardOptimizer", "_new_state", _unfilled), "READ BEFORE ANY WRITE"
     ),
     "the host reads gradients that nothing copied": Bug(
         "stage 2, optimizer on the host", _with(_COPY_STREAM, "to_host", _copy_nothing), "READ BEFORE ANY WRITE"

@@ -276,7 +276,7 @@ class RMSprop(ShardOptimizer):
         state["step"] = int(state.get("step", 0)) + 1
         names = {"square_avg": True, "momentum_buffer": bool(momentum), "grad_avg": bool(group["centered"])}
         for name in (name for name, is_used in names.items() if is_used and name not in state):
-            state[name] = self._empty_state(param, param.shape, param.dtype).zero_()
+            state[name] = self._new_state(param, param.shape, param.dtype)
         coefficients: list[float | np.uint32] = [
             float(group["weight_decay"]),
             alpha,
@@ -354,7 +354,7 @@ class SGD(ShardOptimizer):
             state = self.state[param]
             buffer = state.get("momentum_buffer")
             if buffer is None:  # torch's own SGD may have saved None
-                buffer = state["momentum_buffer"] = self._empty_state(param, param.shape, param.dtype).zero_()
+                buffer = state["momentum_buffer"] = self._new_state(param, param.shape, param.dtype)
             else:
                 weight = 1 - group["dampening"]
         direction = (1.0, momentum) if group["nesterov"] else (0.0, 1.0)

@@ -28,7 +28,7 @@ from zeroaccel.ops.updates import BLOCK_NUMEL
 
 Hyperparameters = dict[str, Any]
 HostMemory = Callable[[Sequence[int], torch.dtype], Tensor]
-"""(shape, dtype) -> uninitialized tensor in host memory."""
+"""(shape, dtype) -> tensor of zeros in host memory."""
 
 _GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TILE_NUMEL = 1 << 25  # limits the float32 copy of a 16-bit gradient on devices other than the CPU to 128 MiB
@@ -232,7 +232,7 @@ class ShardOptimizer(NativeOptimizer):
         """Moves a parameter's loaded states into memory from `host_memory`."""
         for name, value in entries.items():
             if isinstance(value, Tensor) and value.dim() > 0 and value.device.type == "cpu":
-                entries[name] = self._empty_state(value, value.shape, value.dtype).copy_(value)
+                entries[name] = self._new_state(value, value.shape, value.dtype).copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns torch's state_dict, with 8-bit blocks decoded, so that any format can load it."""
@@ -256,17 +256,18 @@ class ShardOptimizer(NativeOptimizer):
             if name in state:
                 continue
             if dtype is torch.uint8:
-                sample = moments.to_format(torch.full((1,), fill, device=param.device), name, dtype, signed=signed)
+                sample = moments.to_format(torch.full((1,), fill), name, dtype, signed=signed)
                 blocks = -(-param.numel() // BLOCK_NUMEL)
                 for entry, shape in ((name, param.shape), (moments.exponents_name(name), (blocks,))):
-                    state[entry] = self._empty_state(param, shape, sample[entry].dtype).copy_(sample[entry])
+                    state[entry] = self._new_state(param, shape, dtype, int(sample[entry]))
             else:
-                state[name] = self._empty_state(param, param.shape, dtype).fill_(fill)
+                state[name] = self._new_state(param, param.shape, dtype, fill)
 
-    def _empty_state(self, param: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        if self.host_memory is not None and param.device.type == "cpu":
-            return self.host_memory(shape, dtype)
-        return param.new_empty(tuple(shape), dtype=dtype)
+    def _new_state(self, param: Tensor, shape: Sequence[int], dtype: torch.dtype, fill: float = 0.0) -> Tensor:
+        if self.host_memory is None or param.device.type != "cpu":
+            return param.new_full(tuple(shape), fill, dtype=dtype)
+        # Its zeros are not written again: that would be a second pass over all states.
+        return self.host_memory(shape, dtype).fill_(fill) if fill else self.host_memory(shape, dtype)
 
     def _step_group(self, group: Hyperparameters, stepped: list[tuple[Tensor, Tensor]]) -> None:
         for param, grad in stepped:

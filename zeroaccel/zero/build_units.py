@@ -5,6 +5,7 @@ Runs once, at the start. Afterwards every parameter is a view into a unit's buff
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -190,13 +191,11 @@ def initial_values(
     Args:
         name: name of their unit, for the label of the broadcast.
     """
-    dtype = params[0].dtype
-    for param in params[1:]:
-        dtype = torch.promote_types(dtype, param.dtype)
-    source = torch.zeros(layout.numel, dtype=dtype, device=device)
+    dtype = functools.reduce(torch.promote_types, (param.dtype for param in params))
+    source = torch.empty(layout.numel, dtype=dtype, device=device)
     # Parameters of one unit of `zero.Init` are adjacent: this gathers each unit once, one at a time.
     previous: ParamHandle | None = None
-    for slot, param in zip(layout.slots, params, strict=True):
+    for index, (slot, param) in enumerate(zip(layout.slots, params, strict=True)):
         handle = _initialized(param)
         if (handle and handle.unit) is not (previous and previous.unit):
             if previous is not None:
@@ -211,6 +210,7 @@ def initial_values(
                 collectives.everyone.broadcast(value.view(-1), 0, f"initial weights of {name}")
             value = slot.split.part(value)
         source[slot.start : slot.end].view(slot.shape).copy_(value)
+        source[slot.end : layout.padded(index).end].zero_()
     if previous is not None:
         previous.registry.release([previous.unit])
     # Gathered values are already the same on all ranks, and so are parts of them.
