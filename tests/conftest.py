@@ -66,6 +66,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for table in tables.values():
         for item in not_covering(table):
             item.add_marker(pytest.mark.slow)
+    # First of all, kernels in single processes: in a new tree, every rank of a pool would compile those that it uses.
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/unit/ops/"))
 
 
 @pytest.hookimpl(trylast=True)
