@@ -61,7 +61,7 @@ ENVIRONMENT_READERS = {
 MAX_CODE_LINES: Mapping[str, int] = {
     "": 1220,
     "accelerate": 4251,
-    "checkpoint": 6973,
+    "checkpoint": 7008,
     "cli": 7349,
     "comm": 3883,
     "compat": 4183,
