@@ -60,7 +60,7 @@ ENVIRONMENT_READERS = {
 # Folder -> its limit of code lines. A commit that raises a limit states the reason.
 MAX_CODE_LINES: Mapping[str, int] = {
     "": 1220,
-    "accelerate": 4251,
+    "accelerate": 4259,
     "checkpoint": 7008,
     "cli": 7349,
     "comm": 3883,
