@@ -24,6 +24,7 @@ from torch.utils.data import IterableDataset
 from zeroaccel.checkpoint.plain_codec import preserved_random_state, random_state, restore_random_state
 from zeroaccel.errors import CheckpointError
 from zeroaccel.logs import logger
+from zeroaccel.telemetry.throughput import data_wait
 
 _CPU = torch.device("cpu")
 _POSITION, _SOURCE, _BEGIN, _SKIP, _AHEAD, _LOADED = (
@@ -70,7 +71,7 @@ def follow(original: Callable[..., Any]) -> Callable[..., Any]:
                 with preserved_random_state(_CPU):
                     restore_random_state(begin, _CPU)
                     batches = chain(list(islice(batches, 1)), batches)
-            for batch in batches:
+            for batch in data_wait.timed(batches):
                 position.batches += 1
                 position.ended = loader.end_of_dataloader
                 if position.batches > passing:
