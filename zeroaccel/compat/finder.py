@@ -257,6 +257,7 @@ _PATCHED: Mapping[str, Sequence[tuple[str, str, Callable[[Any], Any]]]] = {
         ("DataLoaderDispatcher", "__iter__", _in("loader_positions", "follow")),
         ("", "skip_first_batches", _in("loader_positions", "skipping")),
     ],
+    "accelerate.state": [("AcceleratorState", "__init__", _in("transformers_calls", "telling_of_a_dropped_plugin"))],
     "accelerate.utils.deepspeed": [("HfDeepSpeedConfig", "__init__", _with_places)],
     "transformers.integrations.deepspeed": [
         ("", "deepspeed_load_checkpoint", _in("trainer_states", "naming_ranks")),
@@ -276,6 +277,7 @@ _PATCHED: Mapping[str, Sequence[tuple[str, str, Callable[[Any], Any]]]] = {
         ("OffloadActivations", "__enter__", _in("parameters", "sparing_weights")),
     ],
     "trl.trainer.utils": [("", "maybe_gather_lm_head_ctx", _in("parameters", "gathering_saved"))],
+    "peft.mapping_func": [("", "get_peft_model", _in("transformers_calls", "noting_dtypes"))],
     "peft.tuners.trainable_tokens.layer": [("TrainableTokensLayer", "_collect_token_weights", _rows_on_any_device)],
 }
 """Module -> (class, method, function that returns its replacement), for each patch; "" for the module's functions."""

@@ -76,11 +76,12 @@ PRIVATE: Mapping[str, str] = {
     "accelerate.checkpointing": "load_accelerator_state save_accelerator_state",
     "accelerate.data_loader": "DataLoaderDispatcher.__iter__ DataLoaderShard.__iter__ skip_first_batches",
     "accelerate.parallelism_config": "ParallelismConfig._set_size ParallelismConfig._validate_accelerator",
-    "accelerate.state": "PartialState._shared_state",
+    "accelerate.state": "AcceleratorState.__init__ PartialState._shared_state",
     "accelerate.tracking": "LOGGER_TYPE_TO_CLASS",
     "accelerate.utils.deepspeed": "HfDeepSpeedConfig.__init__",
     "accelerate.utils.other": "extract_model_from_parallel",
     # PEFT and TRL
+    "peft.mapping_func": "get_peft_model",
     "peft.tuners.trainable_tokens.layer": "TrainableTokensLayer._collect_token_weights",
     "trl.models.activation_offloading": "OffloadActivations.__enter__ get_act_offloading_ctx_manager",
     "trl.trainer.utils": "maybe_gather_lm_head_ctx",
