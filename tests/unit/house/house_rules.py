@@ -60,10 +60,10 @@ ENVIRONMENT_READERS = {
 # Folder -> its limit of code lines. A commit that raises a limit states the reason.
 MAX_CODE_LINES: Mapping[str, int] = {
     "": 1220,
-    "accelerate": 4251,
+    "accelerate": 4256,
     "checkpoint": 6973,
     "cli": 7349,
-    "comm": 3883,
+    "comm": 3900,
     "compat": 4183,
     "config": 4583,
     "data": 1001,
