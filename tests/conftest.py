@@ -66,6 +66,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for table in tables.values():
         for item in not_covering(table):
             item.add_marker(pytest.mark.slow)
+    # First of all, kernels in single processes: in a new tree, every rank of a pool would compile those that it uses.
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/unit/ops/"))
 
 
 @pytest.hookimpl(trylast=True)
@@ -125,21 +127,30 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Setting
     return True
 
 
+_pools: dict[int, Pool] = {}
+
+
 @pytest.fixture(scope="session")
 def ranks(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     """Returns ``ranks(world_size)``, the pool of that size; all tests of the session share it."""
-    pools: dict[int, Pool] = {}
 
     def of_size(world_size: int) -> Pool:
-        if world_size not in pools:
-            pools[world_size] = Pool(
+        if world_size not in _pools:
+            _pools[world_size] = Pool(
                 world_size, tmp_path_factory.mktemp(f"ranks{world_size}-"), pytestconfig.getini("filterwarnings")
             )
-        return pools[world_size]
+        return _pools[world_size]
 
     yield of_size
-    for pool in pools.values():
+    for pool in _pools.values():
         pool.close()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is not None and nextitem.path != item.path:
+        for pool in _pools.values():
+            pool.rest()
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ from zeroaccel.rollout.receiver import Packet
 from zeroaccel.rollout.weight_stream import WeightSender
 from zeroaccel.telemetry.norm_spikes import SpikeWatch
 from zeroaccel.telemetry.step_report import OffloadReport, StepReport, memory_now
-from zeroaccel.telemetry.throughput import Throughput, known_peak, work_of
+from zeroaccel.telemetry.throughput import ModelWork, Throughput, known_peak, work_of
 from zeroaccel.zero.access.full_params import gathered, iter_named_full_params
 from zeroaccel.zero.compiled import backend_named, check_toolchain, is_compiled_within, refuse_compiled_engine
 from zeroaccel.zero.engine_core import EngineCore, EngineParts
@@ -93,11 +93,9 @@ class EngineBase(EngineCore):
     def _watch_steps(self, report: StepReport) -> None:
         """Lets a report that logs steps count tokens and look for spikes."""
         collectives, boundary = self.collectives, self._require_boundary("initialize")
-        # The stages of a pipeline have neither a batch nor units in common.
-        if collectives.peers is collectives.job:
-            report.throughput = _throughput(self, report.peak_tflops)
-            boundary.takes_norms = True
-        gather = partial(collectives.gather_objects, label="losses of a spike")
+        report.throughput = _throughput(self, report.peak_tflops)
+        boundary.takes_norms = collectives.peers is collectives.job  # stages of a pipeline have no units in common
+        gather = partial(collectives.job.gather_objects, label="losses of a spike")
         report.spikes = SpikeWatch(gather, warns=collectives.job.rank == 0, late=boundary.is_known_late)
 
     # -- one micro-batch, and one step
@@ -745,13 +743,13 @@ def _throughput(engine: EngineBase, peak: float | None) -> Throughput:
         for slot in buffer.layout.slots
     }
     experts = [module for module in engine.module.modules() if has_expert_interface(module)]
-    # Ranks that do not shard this batch with others of it divide the work of its layers.
-    work = work_of(engine.module, weights, experts, ranks=collectives.job.world_size // collectives.world_size)
+    has_all = collectives.peers is collectives.job  # a stage of a pipeline knows its own weights only
     return Throughput(
-        work,
+        work_of(engine.module, weights, experts) if has_all else ModelWork(0.0),
         peak,
-        lambda values: collectives.gather_objects(values, "tokens of the ranks"),
+        lambda values: collectives.job.gather_objects(values, "tokens of the ranks"),
         lambda: (memory_now(device).peak, _states_nbytes(engine, device)),
+        counts=collectives.is_first_data_group and 0 in collectives.peers.ranks,
     )
 
 

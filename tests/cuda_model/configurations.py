@@ -308,6 +308,12 @@ PEAKS: Mapping[str, Peak] = dict(
 SLOW = frozenset(
     {
         "a checkpoint saved in the background",
+        "stage 3, accumulation",
+        "stage 3, two buffers for a unit",
+        "stage 2, frozen weights as nf4",
+        "stage 3, both on the host, update during the backward",
+        "stage 2, half of the optimizer on the host, update during the next step",
+        "stage 3, half of the optimizer on the host",
         "an aborted pass, both on the host",
         "evaluation before the step, both on the host",
         "stage 1, tp",

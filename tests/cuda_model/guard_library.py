@@ -28,8 +28,11 @@ def why_not() -> str | None:
     """Returns the reason why the library cannot be compiled here; None if it can."""
     if _compiler() is None:
         return "the CUDA model needs a C++ compiler (g++ or clang++)"
-    if importlib.util.find_spec("torch") is None:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
         return "the CUDA model needs torch"
+    if any(Path(spec.origin).parent.glob("lib/*torch_cuda.*")):
+        return "the CUDA model replaces CUDA, so it needs torch's build for CPUs"
     return None
 
 

@@ -47,6 +47,7 @@ class Outcome:
         allocated_nbytes: peak bytes allocated from these segments.
         calls: number of collectives, in all steps and construction.
         peak_nbytes, pinned_nbytes: peak bytes of device memory and of page-locked host memory.
+        live_nbytes: bytes of device memory that the loop noted.
         ms: time on the model's clock.
         busy_ms: time of each lane.
         seconds: duration of the run on this machine.
@@ -70,6 +71,7 @@ class Outcome:
     calls: int = 0
     peak_nbytes: int = 0
     pinned_nbytes: int = 0
+    live_nbytes: list[int] = field(default_factory=list)
     ms: float = 0.0
     busy_ms: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
@@ -121,6 +123,7 @@ def run_case(
             modelled.turns.finish()
             shard_numel = sum(buffer.own.numel for unit in engine.units for buffer in unit.buffers if buffer.trainable)
             _count(outcome, model, shard_numel)
+            outcome.live_nbytes = program.live_nbytes
             for each in (engine, *program.others):
                 each.destroy()
             modelled.turns.finish()

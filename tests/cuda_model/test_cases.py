@@ -223,6 +223,13 @@ def test_reductions_of_stage_1_overlap_by_default(outcome_of: Outcomes) -> None:
     assert without.peak_nbytes == overlapped.peak_nbytes
 
 
+def test_a_generator_gets_the_memory_of_all_states(outcome_of: Outcomes) -> None:
+    states, before, away, after = outcome_of("states to the host and back").live_nbytes
+    assert states > 0
+    assert before - away == states
+    assert after == before
+
+
 def test_codes_behind_a_copy_outlive_their_readers(outcome_of: Outcomes) -> None:
     assert outcome_of("stage 3, qwZ, parameters on the host").early_frees == {}
 

@@ -43,6 +43,7 @@ class Program:
         folder: folder for checkpoints.
         rounds: calls of the loop so far, if it counts them.
         receiver: receiver of the weights, for loops that stream them.
+        live_nbytes: bytes of device memory that the loop noted.
     """
 
     case: Case
@@ -53,6 +54,7 @@ class Program:
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="cuda-model-")))
     rounds: int = 0
     receiver: WeightReceiver | None = None
+    live_nbytes: list[int] = field(default_factory=list)
 
     def phase(self, name: str) -> None:
         """Sets the phase under which the model counts."""
@@ -237,13 +239,18 @@ def two_engines(program: Program) -> None:
 
 
 def states_to_the_host_and_back(program: Program) -> None:
-    """A generator gets the device between two steps."""
+    """A generator gets the device between two steps; notes the bytes of the states, and before, during and after."""
     plain(program)
+    buffers = [buffer for unit in program.engine.units for buffer in unit.buffers]
+    states = sum(2 * buffer.shard.range.numel + 12 * buffer.masters.range.numel for buffer in buffers)
+    program.live_nbytes = [states, program.model.live_nbytes]
     program.phase("offload")
     program.engine.offload_states()
+    program.live_nbytes.append(program.model.live_nbytes)
     program.phase("reload")
     program.engine.reload_states()
     program.phase("")
+    program.live_nbytes.append(program.model.live_nbytes)
 
 
 def sequence_parts(program: Program) -> None:

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer, TrainingArguments, set_seed
 
 import zeroaccel.comm.topology
+from zeroaccel.compat import deepspeed_engine
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -303,20 +305,31 @@ def gradients(stage: str, folder: Path) -> dict[str, Any]:
     return outcome(run, read=read, grad_norms=logged)
 
 
+def live_nbytes() -> int:
+    tensors = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
+    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
+
+
 def searched(stage: str, folder: Path) -> dict[str, Any]:
-    """A search over learning rates, in which rank 0 alone frees model and engine after each trial, as with optuna."""
+    """A search over learning rates, in which rank 0 alone frees model and engine after each trial, as with optuna.
+
+    `left` has the number of engines, the bytes of all tensors and the number of threads after each trial.
+    """
     from accelerate.utils.memory import release_memory
 
     model = written(folder)
     run = Trainer(model_init=model, args=arguments(folder, config(stage)), train_dataset=Samples(32, tokens))
-    for rate in (1e-3, 2e-3):
+    left = []
+    for rate in (1e-3, 1.5e-3, 2e-3):
         run.args.learning_rate = rate
         run.optimizer = run.lr_scheduler = None
         run.train()
+        gc.collect()
+        left.append((len(deepspeed_engine._ENGINES), live_nbytes(), threading.active_count()))
         if rate < 2e-3 and run.args.process_index == 0:
             run.model_wrapped, run.model = release_memory(run.model_wrapped, run.model)
             run.accelerator.clear()
-    return outcome(run)
+    return outcome(run, left=left)
 
 
 def vision(stage: str, folder: Path) -> dict[str, Any]:

@@ -229,6 +229,30 @@ def test_trackers_get_the_numbers(run: Runner, tmp_path: Path) -> None:
     assert len(found.Scalars("lr")) == 32
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_run_says_how_it_goes(stage: int) -> None:
+    launch = (sys.executable, "-m", "zeroaccel.cli", "launch", "--cpu", "--num_processes", 2)
+    script = ROOT / "examples" / "by_feature" / "step_lines.py"
+    result = run_command([*launch, script, "--stage", stage], timeout=100.0)
+    assert result.returncode == 0, result.stderr
+    _, first, *lines = result.stderr.splitlines()
+    steps = [line for line in lines if " step " in line and "W]" not in line]
+    assert " step 1 | " in first
+    assert [int(line.split(" step ")[1].split()[0]) for line in steps] == list(range(2, 13))
+    for part in ("tokens/s", "TFLOPS (MFU ", "padding ", "peak ", "model states "):
+        assert all(part in line for line in steps), part
+    untrained, spike = (line for line in lines if "W]" in line)
+    assert (
+        "10 steps: 4 trainable parameters never had a gradient on any rank: vision.0, vision.2; 0.126 MiB" in untrained
+    )
+    assert "Call requires_grad_(False) on them" in untrained
+    assert lines.index(untrained) == lines.index(steps[8]) + 1
+    assert "step 12: gradient norm 24.9" in spike
+    assert "by unit: root 19.6, text.0 10.9, text.1 10.9; " in spike
+    assert "on rank 1, micro-batch 1, " in spike
+    assert spike.endswith("samples 176 to 191 of this run")
+
+
 def test_a_student_learns_from_a_frozen_teacher(run: Runner) -> None:
     (curve, _), (other, _) = run("by_feature/multiple_models.py")
     assert curve == other

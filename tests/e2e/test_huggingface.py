@@ -94,6 +94,12 @@ def test_they_train_like_plain_data_parallelism(outcomes: Any, scenario: str) ->
         assert outcomes[scenario, stage]["losses"] == close
 
 
+def test_a_search_keeps_nothing_of_earlier_trials(outcomes: Any) -> None:
+    first, second, third = outcomes["searched", "3"]["left"]
+    assert first[0] == 1
+    assert first == second == third
+
+
 @pytest.mark.parametrize("stage", RUNS["gradients"])
 def test_a_callback_reads_the_gradients_of_data_parallelism(outcomes: Any, stage: str) -> None:
     run, expected = outcomes["gradients", stage], outcomes["gradients", "ddp"]

@@ -26,6 +26,7 @@ from tests import time_limits
 from tests.support.environment import ROOT, free_port, outside_any_job, rank_environment
 from tests.support.processes import Process, start
 
+FACADE = ("tests.support.facade",)  # `imports` of ranks that install the facade before they import transformers
 Parameter = TypeVar("Parameter", bound=Hashable)
 Result = TypeVar("Result")
 

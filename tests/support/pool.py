@@ -20,6 +20,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
+
 from tests import time_limits
 from tests.support.environment import ROOT, free_port, rank_environment
 from tests.support.processes import start
@@ -31,6 +33,8 @@ START_SECONDS = 100.0  # for importing torch in every rank, on a busy machine
 GRACE_SECONDS = 5.0  # for the other ranks after one has failed: they may be waiting for it
 DUMP_SECONDS = 2.0
 IMPORTS = ("transformers.models.llama.modeling_llama",)  # imports most of transformers as well
+# Above a new rank's 17: every process group adds three, and one of them wakes 100 times a second until the rank ends.
+MOST_THREADS = 40
 
 
 class RankFailure(Exception):
@@ -90,6 +94,10 @@ class _Rank:
                 return written
         return written or "(no stack: the process did not react to the signal)\n"
 
+    def is_worn(self) -> bool:
+        """Returns True if the process has ended, or has so many threads that a new one costs less."""
+        return self._process.poll() is not None or psutil.Process(self._process.pid).num_threads() > MOST_THREADS
+
     def end(self) -> None:
         self.connection.close()
         self._process.kill()
@@ -118,6 +126,7 @@ class Pool:
         self._folder = folder
         self._setup = Setup(socket=-1, stacks=folder, join=join, warning_filters=tuple(warning_filters))
         self._ranks: list[_Rank] = []
+        self._is_used = False
 
     def run(self, function: Callable[..., T], *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[T]:
         """Calls ``function(*args, **kwargs)`` on every rank and returns the results by rank.
@@ -131,6 +140,7 @@ class Pool:
             RankTimeout: with the stack of every rank that did not return in time.
         """
         __tracebackhide__ = True  # pytest shows a failure at the caller's line
+        self._is_used = True
         call = pickle.dumps((function, args, kwargs))
         name = getattr(function, "__qualname__", repr(function))
         try:
@@ -142,6 +152,15 @@ class Pool:
         except BaseException:
             self.close()
             raise
+
+    def rest(self) -> None:
+        """Ends the processes after a file of tests if they cost more than new ones.
+
+        They do if the file did not use them, or has left process groups behind.
+        """
+        is_used, self._is_used = self._is_used, False
+        if not is_used or any(rank.is_worn() for rank in self._ranks):
+            self.close()
 
     def close(self) -> None:
         """Ends the processes; the next call starts new ones."""

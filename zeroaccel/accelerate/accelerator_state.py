@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -337,6 +338,10 @@ class Prepared:
         return _shown_config(name, self.config.resolved, self.config.resolved_sources, self.config.raw)
 
 
+class _Models(list[Prepared]):
+    """A list that can be referred to weakly."""
+
+
 class AcceleratorState:
     """Process, plugins, prepared models and their configs; printing it shows them all.
 
@@ -353,9 +358,11 @@ class AcceleratorState:
         parallelism_config: the mesh; None if every process trains on different samples, without replicas.
         is_fsdp2, use_ipex: always False.
         plugins: name -> plugin; empty for plain data parallelism.
-        prepared: every model that `prepare` has prepared, in order.
+        prepared: every model that `prepare` has prepared, in order, as long as the accelerator exists: the newest state
+            outlives it without its models.
     """
 
+    __slots__ = ("__dict__", "_models")  # the objects that share the newest state do not hold the models
     _newest: ClassVar[dict[str, Any] | None] = None
 
     def __init__(
@@ -375,7 +382,8 @@ class AcceleratorState:
         AcceleratorState._newest = self.__dict__
         self.partial = partial
         self.plugins = dict(plugins)
-        self.prepared: list[Prepared] = []
+        self._models = _Models()
+        self._found = weakref.ref(self._models)
         self._fallback = fallback
         self._facts = facts
         self._selected = next(iter(self.plugins), None)
@@ -385,6 +393,11 @@ class AcceleratorState:
     def is_there(cls) -> bool:
         """Returns True if an accelerator has created a state, which `AcceleratorState()` then returns."""
         return cls._newest is not None
+
+    @property
+    def prepared(self) -> list[Prepared]:
+        models = self._found()
+        return [] if models is None else models
 
     # -- plugins
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zeroaccel.checkpoint.compatibility import hyperparameters
-from zeroaccel.checkpoint.plain_codec import decode
+from zeroaccel.checkpoint.plain_codec import decode, with_class
 from zeroaccel.checkpoint.save_plan import EngineState, persistent_buffers
 from zeroaccel.checkpoint.tensor_store import TensorStore, UnreadStore
 from zeroaccel.errors import CheckpointError, listed
@@ -179,6 +179,8 @@ def load_optimizer(optimizer: ShardedOptimizer, store: TensorStore, where: str) 
         params = [piece.param for piece in buffer.masters.pieces]
         loaded.update({param: inner.state[param] for param in params if param in inner.state})
     store.read()
+    for param, state in loaded.items():
+        state.update({name: with_class(value, inner, param.device, where) for name, value in state.items()})
     groups = hyperparameters(optimizer, store.manifest, where)
     # Settings that the class adds at its first step are loaded too if the classes are the same.
     is_same_class = store.manifest.saved_optimizer["type"] == type(inner).__name__

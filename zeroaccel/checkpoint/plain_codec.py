@@ -1,7 +1,9 @@
 """Encodes plain data as JSON, without pickle: client state, hyperparameters, the states of random generators.
 
 Tensors go to the writer of the file, and the JSON refers to them by key. A value whose type would need code to restore
-it is an error that names its key. docs/checkpoint_format.md describes the encoding.
+it is an error that names its key. Objects in an optimizer's states become namespaces of their attributes if the
+optimizer's own module has their class, since the program that resumes has it too. docs/checkpoint_format.md describes
+the encoding.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import argparse
 import base64
 import math
 import random
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +24,7 @@ import torch
 from torch import Tensor
 
 from zeroaccel.errors import CheckpointError, UsageError
+from zeroaccel.nested import to_device
 from zeroaccel.zero.access.safetensors_file import dtype_name, dtype_of
 
 _PAIRS: Mapping[str, Callable[[list[tuple[Any, Any]]], Any]] = {
@@ -139,6 +143,54 @@ def decode(value: Any, fetch: Callable[[str], Tensor]) -> Any:
         what = f"plain data of kind {str(kind)[:100]!r} in the manifest"
         raise CheckpointError(f"{what}: damaged ({str(error)[:200]})") from error
     raise CheckpointError(f"plain data of kind {str(kind)[:100]!r} in the manifest", expected="a known kind")
+
+
+_CLASS, _ORDERS = "class", "with"  # keywords, which no attribute has as its name
+
+
+def without_class(value: Any, owner: object) -> Any:
+    """Returns an object of a class that the module of its owner has as a namespace; another value unchanged."""
+    for name, kind in _classes_beside(owner).items():
+        if type(value) is kind and not isinstance(value, Tensor) and hasattr(value, "__dict__"):
+            tensors = {key: each for key, each in vars(value).items() if isinstance(each, Tensor)}
+            orders = {key: list(each.dim_order()) for key, each in tensors.items() if not each.is_contiguous()}
+            return argparse.Namespace(**{_CLASS: name, _ORDERS: orders, **vars(value)})
+    return value
+
+
+def with_class(value: Any, owner: object, device: torch.device, where: str) -> Any:
+    """Returns the object of a namespace of `without_class`, with its tensors on `device`; another value unchanged.
+
+    Tensors get their order of dims in memory, on which the rounding of products depends.
+
+    Raises:
+        CheckpointError: the module of the owner has no such class.
+    """
+    if type(value) is not argparse.Namespace or _CLASS not in vars(value):
+        return value
+    attributes = dict(vars(value))
+    name, orders, classes = attributes.pop(_CLASS), attributes.pop(_ORDERS, {}), _classes_beside(owner)
+    if name not in classes:
+        expected = f"a class of {type(owner).__module__}: {', '.join(sorted(classes))}"
+        raise CheckpointError(where, expected=expected, got=name, fix="resume with the optimizer of the checkpoint")
+    restored: Any = object.__new__(classes[name])
+    attributes = to_device(attributes, device)
+    try:
+        for key, order in orders.items():
+            inverse = sorted(range(len(order)), key=order.__getitem__)
+            attributes[key] = attributes[key].permute(order).contiguous().permute(inverse)
+    except (AttributeError, IndexError, KeyError, TypeError, RuntimeError) as error:
+        raise CheckpointError(f"{where}: state of kind {name}: damaged ({str(error)[:200]})") from error
+    vars(restored).update(attributes)
+    return restored
+
+
+def _classes_beside(owner: object) -> dict[str, type]:
+    """Returns the classes of the owner's package that its module has, by name."""
+    module = type(owner).__module__
+    found = [each for each in vars(sys.modules[module]).values() if isinstance(each, type)]
+    package = module.partition(".")[0]
+    return {each.__name__: each for each in found if each.__module__.partition(".")[0] == package}
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

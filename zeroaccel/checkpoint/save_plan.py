@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroaccel.checkpoint.manifest import ParameterRecord
-from zeroaccel.checkpoint.plain_codec import encode
+from zeroaccel.checkpoint.plain_codec import encode, without_class
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import CheckpointError, UsageError
 from zeroaccel.logs import log_once
@@ -237,7 +237,7 @@ class SavePlan:
                 )
             else:
                 where = f"optimizer {type(optimizer.optimizer).__name__}, state of {slot.fqn}[{name!r}]"
-                scalars[name] = encode(value, where, self.keep, _SAVE_WEIGHTS)
+                scalars[name] = encode(without_class(value, optimizer.optimizer), where, self.keep, _SAVE_WEIGHTS)
         self.scalars[slot.fqn] = scalars
 
     @staticmethod

@@ -24,6 +24,7 @@ from torch.utils.data import IterableDataset
 from zeroaccel.checkpoint.plain_codec import preserved_random_state, random_state, restore_random_state
 from zeroaccel.errors import CheckpointError
 from zeroaccel.logs import logger
+from zeroaccel.telemetry.throughput import data_wait
 
 _CPU = torch.device("cpu")
 _POSITION, _SOURCE, _BEGIN, _SKIP, _AHEAD, _LOADED = (
@@ -70,16 +71,18 @@ def follow(original: Callable[..., Any]) -> Callable[..., Any]:
                 with preserved_random_state(_CPU):
                     restore_random_state(begin, _CPU)
                     batches = chain(list(islice(batches, 1)), batches)
-            for batch in batches:
+            for batch in data_wait.timed(batches):
                 position.batches += 1
                 position.ended = loader.end_of_dataloader
                 if position.batches > passing:
                     yield batch
             if position.batches > passing or not passing:
                 break
-            # Trainer counts the steps of a stream without a length as one epoch; the last of an epoch may be smaller.
+            # Trainer counts the steps of a stream without a length as one epoch, and no step at the end of an epoch
+            # that has fewer batches: their gradients go to the next epoch's first step.
             steps = loader.gradient_state.num_steps
-            passing = max(passing - -(-position.batches // steps) * steps, 0) if position.batches else 0
+            counted = position.batches // steps * steps
+            passing = max(passing - counted, 0) if counted else 0
             ahead += 1
         vars(source)[_POSITION] = None
         source.iteration = loader.iteration

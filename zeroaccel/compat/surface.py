@@ -150,6 +150,7 @@ SURFACE: Mapping[str, Mapping[str, str]] = {
     "deepspeed.elasticity": _ELASTICITY,
     "deepspeed.elasticity.elasticity": _ELASTICITY,
     "deepspeed.env_report": {"main": "zeroaccel.cli.compat:report"},
+    "deepspeed.git_version_info": {"version": "zeroaccel.compat.finder:VERSION"},
     "deepspeed.launcher": {},
     "deepspeed.launcher.runner": {
         "DEEPSPEED_ENVIRONMENT_NAME": f"{_COMMUNICATION}:DEEPSPEED_ENVIRONMENT_NAME",
@@ -206,6 +207,10 @@ SURFACE: Mapping[str, Mapping[str, str]] = {
     },
     "deepspeed.runtime.zero.stage3": _same(_CALLS, "unwrap_model_for_generation"),
     "deepspeed.runtime.zero.stage_1_and_2": {},
+    "deepspeed.sequence": {},
+    "deepspeed.sequence.linear_cross_entropy": _same(
+        "zeroaccel.compat.ulysses_sp", "vocab_parallel_linear_cross_entropy"
+    ),
     "deepspeed.utils": {
         **_ACCESS,
         **_LEAVES,
@@ -311,6 +316,9 @@ ABSENT: Mapping[str, str] = {
     "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": _STATES,
     "deepspeed.runtime.zero.tiling": _TILES,
     "deepspeed.sequence": _NO_SEQUENCE,
+    "deepspeed.sequence.cross_entropy": (
+        "deepspeed.sequence.linear_cross_entropy has a loss whose mean is that of whole sequences"
+    ),
     "deepspeed.utils.groups": "ParallelConfig(ep=N) creates the expert parallel groups, which have no names here",
     "deepspeed.utils.numa": "host updates use this rank's share of the machine's cores",
     "deepspeed.utils.timer": "time.perf_counter() measures a phase; steps_per_print logs samples per second",

@@ -7,14 +7,18 @@ module's own state dict; the patch gathers it if ranks hold parts of layers or d
 `TrainingArguments(enable_jit_checkpoint=True)`, each rank saves when its own timer expires; the patch makes the ranks
 agree on the step, and save after `on_step_end` has counted it. accelerate's `backward` with a DeepSpeed engine also
 updates; the patch leaves the update to `optimizer.step()`, so that callbacks and loops can read gradients. `attach`
-applies these patches for each engine, to imported libraries only; `detach()` restores the originals. `finder.py`
-patches `from_pretrained`, with `init_of_quantized` and `with_own_conversions`, when transformers is imported.
+applies these patches for each engine, to imported libraries only; `detach()` restores the originals. It also says which
+adapters of PEFT compute in 16 bits. `finder.py` patches `from_pretrained`, with `init_of_quantized` and
+`with_own_conversions`, when transformers is imported, PEFT's `get_peft_model` with `noting_dtypes`, and
+accelerate's state with `telling_of_a_dropped_plugin`.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import inspect
+import json
 import logging
 import signal
 import sys
@@ -24,6 +28,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from zeroaccel.accelerate import pretrained_saving
@@ -38,6 +44,7 @@ _ORIGINALS: dict[tuple[type, str], Callable[..., Any]] = {}
 def attach(engine: EngineBase) -> None:
     """Makes the calls use this engine until it is destroyed."""
     pretrained_saving.attach(engine)
+    _say_adapter_dtypes(engine.module)
     owner = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
     if owner is not None:
         _patch(owner, "train", _from_the_model)
@@ -216,6 +223,23 @@ def warn_of_dropped_optimizer(trainer: Any) -> None:
     )
 
 
+def telling_of_a_dropped_plugin(original: Callable[..., None]) -> Callable[..., None]:
+    """Wraps the constructor of accelerate's state, which drops a plugin if the job uses the CPU."""
+
+    @functools.wraps(original)
+    def init(state: Any, *args: Any, **kwargs: Any) -> None:
+        original(state, *args, **kwargs)
+        if kwargs.get("deepspeed_plugin") is not None and state.distributed_type.name != "DEEPSPEED":
+            log_once(
+                logging.WARNING,
+                "accelerate: expected training with the DeepSpeed config, got plain data parallelism, since the "
+                "variable ACCELERATE_USE_CPU or Accelerator(cpu=True) is set; remove it. `zeroaccel launch --cpu` and "
+                "TrainingArguments(use_cpu=True) keep the config",
+            )
+
+    return init
+
+
 def _config(trainer: Any) -> Any:
     return getattr(trainer.accelerator.state.deepspeed_plugin, "deepspeed_config", {})
 
@@ -231,6 +255,49 @@ def _of_all_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
         return model._consolidated_16bit_state_dict()
 
     return get_state_dict
+
+
+_UNCAST: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()  # PeftModel -> place of the call
+
+
+def noting_dtypes(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps PEFT's `get_peft_model`: notes the place of a call that turns its casts of adapters to fp32 off."""
+
+    @functools.wraps(original)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        model = original(*args, **kwargs)
+        if not inspect.signature(original).bind(*args, **kwargs).arguments.get("autocast_adapter_dtype", True):
+            caller = sys._getframe(1)
+            _UNCAST[model] = f"{caller.f_globals.get('__name__')}:{caller.f_lineno}"
+        return model
+
+    return make
+
+
+def _say_adapter_dtypes(model: nn.Module) -> None:
+    """Logs which of PEFT's adapters the engine trains in 16 bits, where PEFT's default is fp32, and the cure.
+
+    TRL's trainers turn that default off at stage 3, as DeepSpeed gathers parameters of one dtype only. Here the config
+    decides at every stage, so the call changes no bits.
+    """
+    names: dict[str, None] = {}
+    adapters, dtypes = set(getattr(model, "peft_config", None) or ()), set()
+    for name, param in model.named_parameters():
+        path = name.split(".")
+        place = next((at for at in range(len(path) - 1, 0, -1) if path[at] in adapters), 0)
+        if place and param.requires_grad and param.dtype in (torch.bfloat16, torch.float16):
+            names[path[place - 1]] = None
+            dtypes.add(str(param.dtype))
+    if not names:
+        return
+    call = _UNCAST.get(model)
+    cast = f"{call} calls get_peft_model with autocast_adapter_dtype=False; " if call else ""
+    log_once(
+        logging.INFO if call is None else logging.WARNING,
+        f"{cast}PEFT's adapters ({', '.join(names)}) compute in {' and '.join(sorted(dtypes))} with fp32 masters, as "
+        "bf16 and fp16 in the config do at each stage. To keep them in fp32, also in saved files, set "
+        f'"data_types": {{"keep_in_fp32_modules": {json.dumps(list(names))}}}',
+    )
 
 
 def init_of_quantized(quantization: Any) -> AbstractContextManager[Any]:

@@ -1,6 +1,7 @@
 """`deepspeed.runtime.sequence_parallel.ulysses_sp`: sequences divided among ranks, and tiled computation.
 
-Supports any attention of transformers, including "eager", and padding masks, which DeepSpeed ignores.
+Supports any attention of transformers, including "eager", and padding masks, which DeepSpeed ignores. Also the loss of
+`deepspeed.sequence.linear_cross_entropy`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from zeroaccel.compat import parallel_state_sp
 from zeroaccel.errors import UsageError
 from zeroaccel.parallel.sequence import IGNORED_LABEL, SHIFTED_LABELS, SequenceLoader
+from zeroaccel.parallel.tiling import tiled_cross_entropy
 from zeroaccel.parallel.ulysses import UlyssesAttention
 
 __all__ = [
@@ -27,6 +30,7 @@ __all__ = [
     "UlyssesSPAttentionHF",
     "UlyssesSPDataLoaderAdapter",
     "sequence_tiled_compute",
+    "vocab_parallel_linear_cross_entropy",
 ]
 
 
@@ -264,3 +268,98 @@ def _tile(fn: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         return fn(*args, **kwargs)
     output: Tensor = checkpoint(fn, *args, use_reentrant=False, **kwargs)
     return output
+
+
+def vocab_parallel_linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    tp_group: Any = None,
+    sp_group: Any = None,
+    vocab_start_index: int | None = None,
+    vocab_end_index: int | None = None,
+    ignore_index: int = IGNORED_LABEL,
+    reduction: Literal["none", "sum", "mean"] = "mean",
+    chunk_size: int | None = None,
+) -> Tensor:
+    """Returns the cross entropy of `hidden @ weight.T + bias`, in fp32, with the logits of one tile at a time.
+
+    With `sp_group`, sum and mean are those of whole sequences. Their gradients are scaled like those of
+    `SequenceGroup.mean_loss`: this engine averages over the ranks of a sequence, where DeepSpeed's adds.
+
+    Args:
+        hidden: (..., H).
+        weight, bias: (V, H) and (V,); the head's parameters, whole, also at stage 3 within a forward of the model.
+        target: (...), labels of the same tokens, already shifted.
+        tp_group, vocab_start_index, vocab_end_index: no parts of a vocabulary: tensor parallelism gathers logits.
+        sp_group: None or the group of `initialize_sequence_parallel`.
+        reduction: "none" returns (...), the loss of each token, 0 for ignored ones, without `sp_group`.
+        chunk_size: tokens per tile; by default the logits of a tile are about as large as `hidden`.
+
+    Raises:
+        UsageError: shapes or labels do not fit, or an argument has another value than these.
+    """
+    _check_head(hidden, weight, target, ignore_index)
+    _check_parts(len(weight), tp_group, (vocab_start_index, vocab_end_index), sp_group)
+    _check_loss(reduction, chunk_size)
+    tokens = max(target.numel(), 1)
+    tiles = min(math.ceil(len(weight) / weight.shape[1] if chunk_size is None else tokens / chunk_size), tokens)
+    dtype = torch.promote_types(hidden.dtype, weight.dtype)  # autocast casts them again
+
+    def head(run: Tensor) -> Tensor:
+        return functional.linear(run.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+    def losses(run: Tensor, labels: Tensor) -> Tensor:
+        return functional.cross_entropy(head(run).float(), labels, ignore_index=ignore_index, reduction="none")
+
+    if reduction == "none":
+        runs = zip(hidden.flatten(0, -2).tensor_split(tiles), target.flatten().tensor_split(tiles), strict=True)
+        return torch.cat([_tile(losses, run, labels) for run, labels in runs]).view(target.shape)
+    group = None if _ranks(sp_group) == 1 else parallel_state_sp.sequence_group()
+    count = (target != ignore_index).sum()
+    if group is not None:
+        count = group.gather(count.view(1, 1, 1)).sum()
+    items = count.clamp(min=1) if reduction == "mean" else 1
+    params: Any = [each for each in (weight, bias) if each is not None]
+    loss = tiled_cross_entropy(hidden, head, params, target, tiles=tiles, num_items=items, ignored=ignore_index)
+    return loss if group is None else group.mean_loss(loss, target, items)
+
+
+_LOSS = "vocab_parallel_linear_cross_entropy"
+
+
+def _ranks(group: Any) -> int:
+    return 1 if group is None else torch.distributed.get_world_size(group)
+
+
+def _check_head(hidden: Tensor, weight: Tensor, target: Tensor, ignored: int) -> None:
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or hidden.shape[:-1] != target.shape:
+        raise UsageError(
+            f"{_LOSS}(hidden, weight, target)",
+            expected="shapes (..., H), (V, H) and (...)",
+            got=", ".join(str(tuple(each.shape)) for each in (hidden, weight, target)),
+        )
+    if target.device.type != "cpu":
+        return  # reading the labels would make the host wait; the device's kernel asserts their range
+    if (wrong := target[(target != ignored) & ((target < 0) | (target >= len(weight)))]).numel():
+        raise UsageError(f"{_LOSS}(target)", expected=f"labels of 0 to {len(weight) - 1}", got=wrong[0].item())
+
+
+def _check_parts(vocabulary: int, tp_group: Any, bounds: tuple[int | None, int | None], sp_group: Any) -> None:
+    if _ranks(tp_group) > 1 or bounds not in ((None, None), (0, vocabulary)):
+        raise UsageError(
+            f"{_LOSS}(tp_group, vocab_start_index, vocab_end_index)",
+            expected=f"no group of several ranks, and bounds of 0 and {vocabulary}",
+            got=f"{_ranks(tp_group)} ranks, and {bounds}",
+            fix="pass the whole weight; tensor parallelism gathers the logits of a divided head",
+        )
+    if _ranks(sp_group) > 1 and sp_group is not parallel_state_sp.get_sequence_parallel_group():
+        raise UsageError(f"{_LOSS}(sp_group)", expected="the group of initialize_sequence_parallel()", got=sp_group)
+
+
+def _check_loss(reduction: str, chunk_size: int | None) -> None:
+    if reduction not in ("none", "sum", "mean"):
+        raise UsageError(f"{_LOSS}(reduction)", expected='"none", "sum" or "mean"', got=reduction)
+    if chunk_size is not None and chunk_size < 1:
+        raise UsageError(f"{_LOSS}(chunk_size)", expected="a positive number of tokens", got=chunk_size)

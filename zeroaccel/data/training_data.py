@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from zeroaccel.config import BatchSizes, Config
 from zeroaccel.errors import UsageError
 from zeroaccel.logs import log_once
+from zeroaccel.telemetry.throughput import data_wait
 
 
 def build_dataloader(
@@ -75,7 +76,7 @@ def build_dataloader(
         shard = _RoundRobin(dataset, rank, world_size, drop_last)
     # A separate generator, because the loader would otherwise draw from torch's and shift the run's random numbers.
     generator = torch.Generator().manual_seed(seed + rank)
-    return DataLoader(
+    return _TimedLoader(
         shard,
         batch_size=micro_batch_size,
         sampler=sampler,
@@ -112,6 +113,13 @@ def loader_of(
             "train_micro_batch_size_per_gpu or gradient_accumulation_steps, or use fewer processes",
         )
     return loader
+
+
+class _TimedLoader(DataLoader[Any]):
+    """Adds the time until each batch to that of waiting for data."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return data_wait.timed(super().__iter__())
 
 
 class _EpochSampler(DistributedSampler[Any]):

@@ -164,21 +164,24 @@ class PipelineEngine(EngineBase):
         """
         self._require_optimizer("train_batch")
         self._check_usable()
-        boundaries = self._next_batches(data_iter, "train_batch")
-        with torch.enable_grad():
-            self._refresh_copies()
-            self._run(boundaries, training=True)
-        self.run_step()
-        return self._mean_loss()
+        with self._report.whole_call():
+            boundaries = self._next_batches(data_iter, "train_batch")
+            self._report.batches(self._batches)
+            with torch.enable_grad():
+                self._refresh_copies()
+                self._run(boundaries, training=True)
+            self.run_step()
+            return self._mean_loss()
 
     def eval_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Returns the mean loss like `train_batch`, without gradients, dropout or an update. (all ranks)"""
         self._check_usable()
-        boundaries = self._next_batches(data_iter, "eval_batch")
-        with evaluating(self.module):
-            self._refresh_copies()
-            self._run(boundaries, training=False)
-        return self._mean_loss()
+        with self._report.whole_call():
+            boundaries = self._next_batches(data_iter, "eval_batch")
+            with evaluating(self.module):
+                self._refresh_copies()
+                self._run(boundaries, training=False)
+            return self._mean_loss()
 
     def is_first_stage(self) -> bool:
         """True if this rank has the first stage, which computes from the batch."""

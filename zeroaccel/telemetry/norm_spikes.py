@@ -81,7 +81,7 @@ def describe_spike(
     """
     parts = [f"step {step}: gradient norm {norm:.4g}, usually {usual:.4g}"]
     if units:
-        largest = sorted(units.items(), key=lambda unit: -unit[1])[:4]
+        largest = sorted(((name, value) for name, value in units.items() if value), key=lambda unit: -unit[1])[:4]
         parts.append("by unit: " + ", ".join(f"{name or 'root'} {value:.3g}" for name, value in largest))
     found = [(loss, rank, index) for rank, batch in enumerate(losses) for index, loss in enumerate(batch)]
     if found:

@@ -12,7 +12,8 @@ import logging
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -303,10 +304,20 @@ class StepReport:
         if self.throughput is not None:
             self.throughput.leave()
 
+    def whole_call(self) -> AbstractContextManager[None]:
+        """Returns a block that is one call of the engine; its forwards are of parts of the model, and not counted."""
+        return nullcontext() if self.throughput is None else self.throughput.whole_call()
+
+    def batches(self, batches: Iterable[object]) -> None:
+        """Counts the tokens of the micro-batches of a `whole_call`: mappings, or pairs with the inputs first."""
+        if self.throughput is not None:
+            for batch in batches:
+                self.throughput.count(batch if isinstance(batch, Sequence) else (batch,), {})
+
     def forward(self, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
         """Counts the tokens of a forward that trains."""
         if self.throughput is not None and torch.is_grad_enabled():
-            self.throughput.count(args, kwargs)
+            self.throughput.count_forward(args, kwargs)
 
     def loss(self, loss: Tensor) -> None:
         """Takes the loss of a micro-batch; copied to the host only at the end of the step, and only for a monitor."""
@@ -319,6 +330,10 @@ class StepReport:
 
     def step(self, engine: ReportedEngine) -> None:
         """Reports a completed optimizer step."""
+        with self.whole_call():
+            self._report(engine)
+
+    def _report(self, engine: ReportedEngine) -> None:
         self._steps += 1
         if self._routers is not None and engine.global_steps % (self._routed_every or 1) == 0:
             self._routed = self._routers.take()
@@ -331,7 +346,10 @@ class StepReport:
             )
             of_ranks = {} if rates is None else rates.events()
             values = [(name, value, facts.samples) for name, value in {**measured, **of_ranks, **self._routed}.items()]
+            begun = time.perf_counter()
             self.monitors.write([*step_events(facts), *values])
+            if self.throughput is not None:
+                self.throughput.outside += time.perf_counter() - begun
         if is_due:
             self._log(engine, "" if rates is None else rates.text())
             self._steps = 0

@@ -3,7 +3,8 @@
 A model's FLOPs are those that its formulas need, without recomputation: per token, 6 for each weight of a matrix
 product that trains and 4 for each that is frozen, of a mixture's experts only the chosen ones; and 12 x layers x heads
 x head size x sequence length for attention, without the saving of causal masks. (PaLM, arXiv:2204.02311, appendix B)
-MFU, the model FLOPs utilization, divides them by the device's peak.
+MFU, the model FLOPs utilization, divides them by the device's peak. Quantized weights count with their decoded sizes,
+and with `position_ids` the length is that of each document of a packed row, or of the whole sequence of a cut one.
 
 `Throughput` counts on the device; the host reads the counts when a line is due.
 """
@@ -14,6 +15,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -128,32 +130,72 @@ class ModelWork:
             >>> ModelWork(6.0, 2.0, ((3.0, 4),)).of(tokens=10, length=8)
             340.0
         """
-        attended = self.per_token_and_position * length + sum(each * min(length, most) for each, most in self.windows)
-        return tokens * (self.per_token + attended)
+        lengths = [length, *(min(length, most) for _, most in self.windows)]
+        return self.of_pairs(tokens, [tokens * each for each in lengths])
+
+    def of_pairs(self, tokens: int, pairs: Iterable[float]) -> float:
+        """Returns the FLOPs of tokens that attend to this number of pairs, without and within each window."""
+        factors = (self.per_token_and_position, *(each for each, _ in self.windows))
+        return tokens * self.per_token + sum(each * count for each, count in zip(factors, pairs, strict=False))
+
+    def pairs(self, positions: Tensor) -> Tensor:
+        """Returns the pairs of tokens for `of_pairs`, (1 + number of windows,) int64, on the device.
+
+        A token at position p adds 2p + 1 pairs to the square of its document's length, so parts of a document add up.
+
+        Example:
+            >>> ModelWork(1.0, 1.0, ((1.0, 2),)).pairs(torch.tensor([[0, 1, 2, 0, 1]]))  # 3 * 3 + 2 * 2, 3 * 2 + 2 * 2
+            tensor([13, 10])
+        """
+        all_pairs = 2 * positions.long() + 1
+        within = (torch.where(positions < most, all_pairs, most) for _, most in self.windows)
+        return torch.stack([each.sum() for each in (all_pairs, *within)])
 
 
 def work_of(
-    model: nn.Module, weights: Mapping[str, tuple[Sequence[int], bool]], experts: Sequence[nn.Module], ranks: int = 1
+    model: nn.Module, weights: Mapping[str, tuple[Sequence[int], bool]], experts: Sequence[nn.Module]
 ) -> ModelWork:
-    """Returns the work of a token on one rank.
+    """Returns the work of a token.
 
     Args:
         weights: name of a parameter in the model -> (its whole shape, whether it trains); those with one dim, as of
             norms, are in no matrix product.
         experts: modules that hold all experts of a layer as 3-D weights, of which a token uses
             `config.num_experts_per_tok`.
-        ranks: number of ranks that divide the work of a token.
     """
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     looked_up = _embedding_names(model)
     shares = _expert_shares(model, experts, text)
-    flops = 0.0
-    for name, (shape, trains) in weights.items():
-        if len(shape) > 1 and name not in looked_up:
-            flops += (6.0 if trains else 4.0) * math.prod(shape) * shares.get(name, 1.0)
-    full, windows = _attention_work(text)
-    return ModelWork(flops / ranks, full / ranks, tuple((each / ranks, most) for each, most in windows))
+    decoded = _decoded_sizes(model)
+    sizes = {
+        name: math.prod(shape)
+        for name, (shape, _) in weights.items()
+        if len(shape) > 1 and name.rpartition(".")[0] not in decoded
+    }
+    trained = {name for name, (_, trains) in weights.items() if trains}
+    flops = sum(
+        (6.0 if name in trained else 4.0) * size * shares.get(name, 1.0)
+        for name, size in (sizes | decoded).items()
+        if name not in looked_up
+    )
+    return ModelWork(flops, *_attention_work(text))
+
+
+def _decoded_sizes(model: nn.Module) -> dict[str, int]:
+    """Returns name -> number of values of each quantized weight, whose tensors have codes, and others shapes."""
+    sizes = {}
+    for path, module in model.named_modules():
+        features = getattr(module, "in_features", None), getattr(module, "out_features", None)
+        for own, param in module.named_parameters(path, recurse=False):
+            shape = getattr(getattr(param, "quant_state", None), "shape", None)
+            if hasattr(param, "__tensor_flatten__") and not hasattr(param, "_local_tensor"):
+                sizes[own] = param.numel()
+            elif shape is not None:
+                sizes[own] = math.prod(shape)
+            elif None not in features and (hasattr(param, "quant_state") or not param.is_floating_point()):
+                sizes[own] = math.prod(features)
+    return sizes
 
 
 def _embedding_names(model: nn.Module) -> set[str]:
@@ -255,10 +297,14 @@ class Throughput:
     step, which has the costs of the start. 3. `take` after any later step. (all ranks)
 
     Args:
-        work: FLOPs of a token on this rank.
-        peak: TFLOPS of its device, or None.
-        gather: returns the values of all ranks that train on different samples or parts of them. (all ranks)
+        work: FLOPs of a token.
+        peak: TFLOPS of the device, or None.
+        gather: returns the values of all ranks. (all ranks)
         memory: returns this rank's peak bytes, and the bytes of its model states on the device.
+        counts: False on a rank whose tokens another rank counts.
+
+    Attributes:
+        outside: seconds between calls of the engine, and in trackers.
     """
 
     def __init__(
@@ -267,8 +313,11 @@ class Throughput:
         peak: float | None,
         gather: Callable[[tuple[float, ...]], Sequence[tuple[float, ...]]],
         memory: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0),
+        *,
+        counts: bool = True,
     ) -> None:
         self._work, self._peak, self._gather, self._memory = work, peak, gather, memory
+        self._counts, self._inside = counts, False
         self._since: float | None = None
         self._left: float | None = None  # the time of the engine's last return to the script
         self._forget()
@@ -281,28 +330,51 @@ class Throughput:
     def enter(self) -> None:
         """Marks a call of the engine; the time since the last one was the script's."""
         if self._left is not None:
-            self._outside += time.perf_counter() - self._left
+            self.outside += time.perf_counter() - self._left
             self._left = None
 
     def leave(self) -> None:
         """Marks the end of a call of the engine."""
-        self._left = time.perf_counter()
+        if not self._inside:
+            self._left = time.perf_counter()
+
+    @contextmanager
+    def whole_call(self) -> Iterator[None]:
+        """Makes calls of the engine within the block parts of one call, which counts its batches itself."""
+        self.enter()
+        before, self._inside = self._inside, True
+        try:
+            yield
+        finally:
+            self._inside = before
+            self.leave()
+
+    def count_forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Counts the batch of a forward, unless it is a part of a `whole_call`."""
+        if not self._inside:
+            self.count(args, kwargs)
 
     def _forget(self) -> None:
         self._positions = self._unmasked = 0
-        self._flops = self._outside = 0.0
+        self._flops = self.outside = 0.0
         self._real: Tensor | None = None  # tokens under masks, on the device
+        self._pairs: Tensor | None = None  # of batches with positions, on the device
         self._waited = data_wait.seconds
 
     def count(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Counts a batch: `input_ids`, or else the first argument, (B, S) integers; where the mask is 0 is padding."""
         tokens = _tokens_of(args, kwargs)
-        if tokens is None:
+        if tokens is None or not self._counts:
             return
         self._positions += tokens.numel()
-        self._flops += self._work.of(tokens.numel(), tokens.shape[-1])
         named = args[0] if args and isinstance(args[0], Mapping) else kwargs
-        mask = named.get("attention_mask")
+        mask, positions = named.get("attention_mask"), named.get("position_ids")
+        if isinstance(positions, Tensor) and positions.shape == tokens.shape:
+            pairs = self._work.pairs(positions)
+            self._pairs = pairs if self._pairs is None else self._pairs + pairs
+            self._flops += self._work.of_pairs(tokens.numel(), ())
+        else:
+            self._flops += self._work.of(tokens.numel(), tokens.shape[-1])
         if not isinstance(mask, Tensor) or mask.shape != tokens.shape:
             self._unmasked += tokens.numel()
             return
@@ -317,8 +389,10 @@ class Throughput:
             return None
         seconds = max(time.perf_counter() - self._since, 1e-9)
         real = self._unmasked + (0 if self._real is None else int(self._real))
+        if self._pairs is not None:
+            self._flops += self._work.of_pairs(0, self._pairs.tolist())
         waited = (data_wait.seconds - self._waited) / seconds
-        script = max(0.0, self._outside / seconds - waited)
+        script = max(0.0, self.outside / seconds - waited)
         ranks = self._gather((float(real), float(self._positions), self._flops, waited, script, *self._memory()))
         self.start()
         tokens, positions, flops = (sum(rank[index] for rank in ranks) for index in range(3))
@@ -338,9 +412,9 @@ def slowest_rank(positions: Sequence[float], waited: Sequence[float], script: Se
     """Names a rank that the others wait for, with the reason; "" if none stands out.
 
     Args:
-        positions: number of tokens of each rank, padding included.
+        positions: number of tokens of each rank, padding included; 0 if another rank counts them.
         waited: share of the time that each rank waited for data.
-        script: share of the time that each rank spent between calls of the engine, without waiting for data.
+        script: share of the time that each rank spent between calls of the engine and in trackers, without the waits.
 
     Example:
         >>> slowest_rank([100, 100, 250], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0])
@@ -348,7 +422,7 @@ def slowest_rank(positions: Sequence[float], waited: Sequence[float], script: Se
         >>> slowest_rank([100, 100], [0.4, 0.02], [0.0, 0.0])
         'slowest rank 0: waits 40 % of the time for data, the others 2 %'
         >>> slowest_rank([100, 100], [0.01, 0.0], [0.02, 0.3])
-        'slowest rank 1: spends 30 % of the time between calls of the engine, the others 2 %'
+        'slowest rank 1: spends 30 % of the time in its script or trackers, the others 2 %'
         >>> slowest_rank([100, 100], [0.01, 0.0], [0.0, 0.02])
         ''
     """
@@ -357,7 +431,7 @@ def slowest_rank(positions: Sequence[float], waited: Sequence[float], script: Se
         others = max((share for rank, share in enumerate(shares) if rank != late), default=None)
         if others is not None and shares[late] - others > TIME_MARGIN:
             return f"slowest rank {late}: {words.format(round(100 * shares[late]))}, the others {100 * others:.0f} %"
-    mean = sum(positions) / len(positions)
+    mean = sum(positions) / max(1, sum(map(bool, positions)))
     most = max(range(len(positions)), key=positions.__getitem__)
     if mean and positions[most] > 1.2 * mean:
         return f"slowest rank {most}: {positions[most] / mean:.2f}x the mean tokens"
@@ -367,7 +441,7 @@ def slowest_rank(positions: Sequence[float], waited: Sequence[float], script: Se
 #: A rank is named for its time if its share of it is larger than that of every other rank by this much.
 TIME_MARGIN = 0.05
 
-_BETWEEN_CALLS = "spends {} % of the time between calls of the engine"
+_BETWEEN_CALLS = "spends {} % of the time in its script or trackers"
 
 
 def _size(nbytes: float) -> str:

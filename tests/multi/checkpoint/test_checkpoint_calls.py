@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import json
 import os
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 import zeroaccel
 from tests.support.checkpoint_runs import STEPS, assembled, make_engine, resume, save, snapshot, train
@@ -26,6 +27,7 @@ from tests.support.refusals import message
 from tests.support.training import Toy, batches, config, offloaded
 from zeroaccel.checkpoint import atomic_write
 from zeroaccel.checkpoint.atomic_write import FolderLock
+from zeroaccel.checkpoint.plain_codec import with_class, without_class
 from zeroaccel.checkpoint.save_plan import SavePlan
 from zeroaccel.checkpoint.tensor_store import TensorStore
 from zeroaccel.engine import Engine
@@ -65,11 +67,43 @@ class Factored(torch.optim.Optimizer):
                 param.sub_(group["lr"] * state["scale"] * (grad + state["rows"]))
 
 
+class Projector:
+    """A state with plain values and tensors, as GaLore's projectors are."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.count = rank, 0
+        self.basis: Any = None
+        self.parts: list[Tensor] = []
+
+    def projected(self, grad: Tensor) -> Tensor:
+        if self.count % 3 == 0:  # a basis is used for three steps, so a resumed run needs it
+            self.basis = torch.linalg.svd(grad)[0][:, : self.rank]
+            self.parts = [self.basis * 0.5, self.basis * 0.5]
+        self.count += 1
+        return (self.parts[0] + self.parts[1]) @ (self.basis.t() @ grad)
+
+
+class WithObjects(torch.optim.SGD):
+    """An optimizer whose states are objects: of a class of its module, or of another one."""
+
+    def __init__(self, params: Any, lr: float, make: Any = Projector) -> None:
+        super().__init__(params, lr=lr)
+        self.make = make
+
+    def step(self, closure: Any = None) -> Any:
+        for param in self.param_groups[0]["params"]:
+            projector = self.state[param].setdefault("projector", self.make(rank=4))
+            if param.dim() == 2 and self.make is Projector:
+                param.grad = projector.projected(param.grad)
+        return super().step(closure)
+
+
 def any_optimizer(kind: str, root: Path, stage: int, *, resumed: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
     torch.manual_seed(11 if resumed else 7)
     settings = config(stage, "bf16", optimizer=None)
     builders: dict[str, Any] = {
         "Factored": Factored,
+        "objects": lambda params: WithObjects(params, 0.01),
         "NAdam": lambda params: torch.optim.NAdam(params, lr=1e-2),
         "SGD": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
         "AMSGrad": lambda params: torch.optim.AdamW(params, lr=1e-2, amsgrad=True),
@@ -85,7 +119,7 @@ def any_optimizer(kind: str, root: Path, stage: int, *, resumed: bool) -> tuple[
     return found.losses, found.weights
 
 
-@pytest.mark.parametrize("kind", ["Factored", "NAdam", "SGD", "AMSGrad", "Rprop"])
+@pytest.mark.parametrize("kind", ["Factored", "objects", "NAdam", "SGD", "AMSGrad", "Rprop"])
 def test_states_of_any_optimizer_come_back(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     stages = (0, 0) if kind == "Factored" else (1, 3)
     before = ranks(2).run(any_optimizer, kind, tmp_path, stages[0], resumed=False)
@@ -96,18 +130,10 @@ def test_states_of_any_optimizer_come_back(ranks: Ranks, tmp_path: Path, kind: s
             assert [name for name in weights if not torch.equal(weights[name], before[0][1][name])] == []
 
 
-class WithObjects(torch.optim.SGD):
-    """An optimizer whose states are objects, as GaLore's projectors are."""
-
-    def step(self, closure: Any = None) -> Any:
-        for param in self.param_groups[0]["params"]:
-            self.state[param].setdefault("projector", SimpleNamespace(rank=4))
-        return super().step(closure)
-
-
 def save_objects(root: Path) -> str:
     model = Toy()
-    engine, *_ = zeroaccel.initialize(model, WithObjects(model.parameters(), lr=0.1), config=config(2, optimizer=None))
+    optimizer = WithObjects(model.parameters(), 0.1, SimpleNamespace)
+    engine, *_ = zeroaccel.initialize(model, optimizer, config=config(2, optimizer=None))
     train(engine, batches(engine.collectives.rank, 1))
     return message(UsageError, lambda: engine.save_checkpoint(root))
 
@@ -117,6 +143,26 @@ def test_states_that_are_objects_are_refused_with_what_can_be_saved(ranks: Ranks
         assert "['projector']: expected plain data" in said
         assert "save the weights alone" in said
     assert not list(tmp_path.iterdir())
+
+
+def test_objects_keep_the_order_of_dims_in_memory() -> None:
+    projector, optimizer = Projector(3), WithObjects([nn.Parameter(torch.zeros(1))], 0.1)
+    projector.projected(torch.randn(6, 5))
+    plain = without_class(projector, optimizer)
+    plain.basis = plain.basis.contiguous()
+    restored = with_class(plain, optimizer, torch.device("cpu"), "the checkpoint")
+    assert restored.basis.stride() == projector.basis.stride() == (1, 6)
+    assert torch.equal(restored.basis, projector.basis)
+    vars(plain)["with"] = {"basis": [0, 7]}
+    with pytest.raises(CheckpointError, match="the checkpoint: state of kind Projector: damaged"):
+        with_class(plain, optimizer, torch.device("cpu"), "the checkpoint")
+
+
+def test_a_class_that_the_optimizer_does_not_have_is_named() -> None:
+    kind = argparse.Namespace(**{"class": "Popen", "rank": 4})
+    optimizer = WithObjects([nn.Parameter(torch.zeros(1))], 0.1)
+    with pytest.raises(CheckpointError, match=r"expected a class of .*Projector.*, got 'Popen'"):
+        with_class(kind, optimizer, torch.device("cpu"), "the checkpoint")
 
 
 def tied_both_ways(root: Path) -> list[bool]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.job import run_job
+from tests.support.job import FACADE, run_job
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -15,7 +15,7 @@ SCRIPT = "tests/multi/compat/train_codes.py"
 
 
 def _trained(folder: Path, *names: str) -> None:
-    result = run_job(2, SCRIPT, [folder, *names], timeout=150)
+    result = run_job(2, SCRIPT, [folder, *names], timeout=150, imports=FACADE)
     assert result.returncode == 0, result.stderr
     rows = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
     assert [row["name"] for row in rows] == list(names)
@@ -32,7 +32,7 @@ def test_losses_are_those_of_the_decoded_model_at_every_stage(tmp_path: Path) ->
 
 
 def test_saves_resumes_tiers_and_reads_of_codes(tmp_path: Path) -> None:
-    result = run_job(2, SCRIPT, [tmp_path, "life/fp8-channels/qwen3:Qwen3ForCausalLM"], timeout=150)
+    result = run_job(2, SCRIPT, [tmp_path, "life/fp8-channels/qwen3:Qwen3ForCausalLM"], timeout=150, imports=FACADE)
     assert result.returncode == 0, result.stderr
     row = next(json.loads(line) for line in result.stdout.splitlines() if line.startswith("{"))
     assert row["decoded"] == []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.job import run_job
+from tests.support.job import FACADE, run_job
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -21,7 +21,7 @@ REFUSED = {
 
 
 def test_values_are_those_of_one_process(tmp_path: Path) -> None:
-    result = run_job(2, "tests/multi/compat/load_entries.py", [tmp_path], timeout=150)
+    result = run_job(2, "tests/multi/compat/load_entries.py", [tmp_path], timeout=150, imports=FACADE)
     assert result.returncode == 0, result.stderr
     lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
     rows = {row["name"]: row for row in lines}

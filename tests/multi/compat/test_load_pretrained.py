@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.job import run_job
+from tests.support.job import FACADE, run_job
 
 pytest.importorskip("transformers")
 SCRIPT = "tests/multi/compat/load_pretrained.py"
@@ -22,7 +22,7 @@ FEW = (
 
 
 def test_weights_and_names_are_those_of_one_process(tmp_path: Path) -> None:
-    result = run_job(2, SCRIPT, [tmp_path, *FEW], timeout=120)
+    result = run_job(2, SCRIPT, [tmp_path, *FEW], timeout=120, imports=FACADE)
     assert result.returncode == 0, result.stderr
     rows = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
     assert [row["name"] for row in rows] == list(FEW)
@@ -37,7 +37,7 @@ def test_weights_and_names_are_those_of_one_process(tmp_path: Path) -> None:
 )
 def test_two_nodes_read_each_byte_once(tmp_path: Path, settings: dict[str, int]) -> None:
     env = {"RANKS_PER_NODE": "2", "ZERO3": json.dumps(settings)}
-    result = run_job(4, SCRIPT, [tmp_path, FEW[1]], env=env, timeout=120)
+    result = run_job(4, SCRIPT, [tmp_path, FEW[1]], env=env, timeout=120, imports=FACADE)
     assert result.returncode == 0, result.stderr
     row = json.loads(next(line for line in result.stdout.splitlines() if line.startswith("{")))
     assert (row["nodes"], row["sharded"], row["differs"]) == (2, True, [])
@@ -66,7 +66,7 @@ SAID = {
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_damaged_checkpoints_are_named_on_every_rank(tmp_path: Path, stage: int) -> None:
-    result = run_job(2, "tests/multi/compat/load_damaged.py", [tmp_path, stage], timeout=90)
+    result = run_job(2, "tests/multi/compat/load_damaged.py", [tmp_path, stage], timeout=90, imports=FACADE)
     assert result.returncode == 0, result.stderr
     first, second = (json.loads(line) for line in result.stdout.splitlines() if line.startswith("{"))
     assert first.keys() == SAID.keys()
@@ -82,7 +82,7 @@ PICKLES = ("bin/qwen3_moe:Qwen3MoeForCausalLM", "one-bin/bert:BertForMaskedLM", 
 
 
 def test_pickles_are_read_as_on_one_process(tmp_path: Path) -> None:
-    result = run_job(2, SCRIPT, [tmp_path, *PICKLES], timeout=120)
+    result = run_job(2, SCRIPT, [tmp_path, *PICKLES], timeout=120, imports=FACADE)
     assert result.returncode == 0, result.stderr
     rows = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
     assert [row["name"] for row in rows] == list(PICKLES)
@@ -97,7 +97,7 @@ OTHER_SCALES = tuple(f"fp8-{scales}/qwen3:Qwen3ForCausalLM" for scales in ("ue8m
 
 @pytest.mark.parametrize("names", [QUANTIZED, pytest.param(OTHER_SCALES, marks=pytest.mark.slow)])
 def test_quantized_checkpoints_are_dequantized_as_on_one_process(tmp_path: Path, names: tuple[str, ...]) -> None:
-    result = run_job(2, SCRIPT, [tmp_path, *names], timeout=120)
+    result = run_job(2, SCRIPT, [tmp_path, *names], timeout=120, imports=FACADE)
     assert result.returncode == 0, result.stderr
     rows = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
     assert [row["name"] for row in rows] == list(names)

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.job import run_job
+from tests.support.job import FACADE, run_job
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 
 def _saved(folder: Path, name: str) -> None:
-    result = run_job(2, "tests/multi/compat/save_codes.py", [folder, name], timeout=150)
+    result = run_job(2, "tests/multi/compat/save_codes.py", [folder, name], timeout=150, imports=FACADE)
     assert result.returncode == 0, result.stderr
     row = next(json.loads(line) for line in result.stdout.splitlines() if line.startswith("{"))
     assert (row["name"], row["adapted"], row["values"], row["names"], row["converted"]) == (name, [], [], [], [])

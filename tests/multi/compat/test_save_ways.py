@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.job import run_job
+from tests.support.job import FACADE, run_job
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -60,7 +60,7 @@ FAMILIES = [
 
 
 def _check(folder: Path, names: tuple[str, ...], timeout: float) -> None:
-    result = run_job(2, SCRIPT, [folder, *names], timeout=timeout)
+    result = run_job(2, SCRIPT, [folder, *names], timeout=timeout, imports=FACADE)
     assert result.returncode == 0, result.stderr
     rows = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
     assert [row.pop("name") for row in rows] == list(names)

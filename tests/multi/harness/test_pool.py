@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.pool import Pool, RankFailure, Ranks, RankTimeout
+from tests.support.pool import MOST_THREADS, Pool, RankFailure, Ranks, RankTimeout
 
 # torch is imported by the functions that need it: most of these tests use bare processes, which start at once.
 
@@ -86,6 +87,11 @@ def _warn(message: str) -> None:
 
 def _return_a_lambda() -> object:
     return lambda: None
+
+
+def _leave_threads(count: int) -> None:
+    for _ in range(count):
+        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -169,3 +175,16 @@ def test_a_function_that_cannot_be_pickled_costs_no_process(bare: Pool) -> None:
     with pytest.raises((AttributeError, pickle.PicklingError)):
         bare.run(lambda: None)
     assert bare.run(_process_id) == before
+
+
+def test_a_file_that_leaves_threads_or_does_not_use_the_ranks_ends_them(bare: Pool) -> None:
+    process_ids = [bare.run(_process_id)]
+    bare.rest()
+    assert bare.run(_process_id) == process_ids[0]
+    bare.run(_leave_threads, MOST_THREADS)
+    bare.rest()
+    process_ids.append(bare.run(_process_id))
+    bare.rest()
+    bare.rest()
+    process_ids.append(bare.run(_process_id))
+    assert len({number for numbers in process_ids for number in numbers}) == 6

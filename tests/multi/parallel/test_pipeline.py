@@ -141,7 +141,7 @@ CASES = [
     # model, pp, dp, stage, precision, optimizer, cutting
     ("llama", 2, 1, 0, "fp32", SGD, {}),
     pytest.param(*("llama", 3, 1, 1, "bf16", ADAMW, {"schedule": "gpipe"}), marks=pytest.mark.slow),
-    ("llama", 2, 2, 2, "bf16", SGD, {}),
+    pytest.param(*("llama", 2, 2, 2, "bf16", SGD, {}), marks=pytest.mark.slow),
     ("gpt2", 2, 1, 1, "fp32", ADAMW, {}),
     ("gpt2", 2, 2, 2, "bf16", SGD, {"schedule": "gpipe"}),
     ("gpt2", 3, 1, 0, "fp16", SGD, {"split": (1, 1, 2)}),
@@ -152,7 +152,7 @@ CASES = [
     pytest.param(*("llama", 2, 2, 3, "bf16", ADAMW, {"schedule": "gpipe"}), marks=pytest.mark.slow),
     # Several stages per rank: three of one block and one of two.
     ("gpt2", 2, 1, 1, "fp32", SGD, {"schedule": "interleaved_1f1b"}),
-    ("gpt2", 2, 2, 3, "fp16", SGD, {"schedule": "interleaved_1f1b"}),
+    pytest.param(*("gpt2", 2, 2, 3, "fp16", SGD, {"schedule": "interleaved_1f1b"}), marks=pytest.mark.slow),
     pytest.param(*("llama", 2, 2, 2, "bf16", SGD, {"schedule": "interleaved_1f1b"}), marks=pytest.mark.slow),
     ("gpt2", 2, 1, 2, "fp32", SGD, {"schedule": "zero_bubble"}),
     ("llama", 2, 1, 1, "bf16", ADAMW, {"schedule": "zero_bubble", "stages_per_rank": 1}),

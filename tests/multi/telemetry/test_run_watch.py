@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import zeroaccel
+from tests.support.mesh_training import NEEDS_SPLIT_LAYERS, NEEDS_STAGES, small_llama, train_micro_step
 from tests.support.pool import Ranks
 from tests.support.training import config, recording, train_step
+from zeroaccel import ParallelConfig, PipelineConfig
 from zeroaccel.engine import _states_nbytes
 from zeroaccel.logs import logger
 from zeroaccel.telemetry import throughput
@@ -156,3 +158,56 @@ def test_model_states_are_those_of_the_stage(ranks: Ranks) -> None:
     # Weights and gradients of 2 bytes each, a master and two moments of 4.
     for stage, expected in ((0, 2 + 2 + 12), (1, 2 + 2 + 6), (2, 2 + 1 + 6), (3, 1 + 1 + 6)):
         assert ranks(2).run(_states_of_a_parameter, stage) == [expected] * 2
+
+
+def _counts(mesh: str) -> list[float]:
+    """Trains two steps of two micro-batches of 2 x 16 tokens; returns tokens, positions and FLOPs of all ranks."""
+    places, changes = {"sp": {"sp": 2}, "tp": {"tp": 2}, "pp": {"pp": 2}}.get(mesh, {}), {}
+    staged = mesh in ("pp", "layer_major")
+    if mesh == "layer_major":
+        changes["pipeline"] = PipelineConfig(schedule="layer_major")
+    settings = {**config(1), "gradient_accumulation_steps": 2, "steps_per_print": 1}
+    engine, *_ = zeroaccel.initialize(small_llama(), config=settings, parallel=ParallelConfig(**places), **changes)
+    found: list[list[float]] = []
+    counter = engine._report.throughput
+    gather = counter._gather
+
+    def noted(own: tuple[float, ...]) -> Any:
+        of_ranks = gather(own)
+        found.append([sum(rank[index] for rank in of_ranks) for index in range(3)])
+        return of_ranks
+
+    counter._gather = noted
+    generator = torch.Generator().manual_seed(1)  # ranks of one sequence, tensor or pipeline have one batch
+    for _ in range(2):
+        batches = []
+        for _ in range(2):
+            ids = torch.randint(64, (2, 16), generator=generator)
+            mask = torch.ones_like(ids)
+            mask[0, 12:] = 0
+            batches.append({"input_ids": ids, "attention_mask": mask, "labels": ids})
+        if staged:
+            engine.train_batch(iter(batches))
+        for batch in () if staged else batches:
+            train_micro_step(engine, engine.sequence_group.shard(batch) if mesh == "sp" else batch)
+    engine.destroy()
+    (counted,) = found
+    return counted
+
+
+@pytest.mark.parametrize(
+    ("mesh", "times"),
+    [
+        ("dp", 2),
+        ("sp", 1),
+        pytest.param("tp", 1, marks=NEEDS_SPLIT_LAYERS),
+        pytest.param("pp", 1, marks=NEEDS_STAGES),
+        ("layer_major", 2),
+    ],
+)
+def test_a_token_counts_once_on_each_mesh(ranks: Ranks, mesh: str, times: int) -> None:
+    model = small_llama()
+    weights = {name: (param.shape, True) for name, param in model.named_parameters()}
+    flops = throughput.work_of(model, weights, []).of(tokens=2 * 2 * 16, length=16)
+    counted = ranks(2).run(_counts, mesh)
+    assert counted == [[times * 56, times * 64, 0.0 if mesh == "pp" else times * flops]] * 2

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import inspect
 import logging
 import sys
+import threading
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -227,6 +230,25 @@ def test_states_without_arguments_are_the_newest() -> None:
     accelerator.gradient_state.sync_gradients = False
     assert not GradientState().sync_gradients
     assert (AcceleratorState().fsdp_plugin, AcceleratorState().parallelism_config) == (None, None)
+
+
+def test_repeated_trainings_leave_nothing() -> None:
+    """Three in one process, as in a search; an accelerator that is deleted takes its engine along."""
+    threads, left = set(threading.enumerate()), []
+    for _ in range(3):
+        accelerator = Accelerator(cpu=True, zero_plugin=ZeroPlugin(zero_stage=2))
+        model = torch.nn.Linear(4, 1)
+        engine, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        accelerator.backward(engine(torch.ones(2, 4)).sum())
+        optimizer.step()
+        assert [item.engine for item in AcceleratorState().prepared] == [engine]
+        left += [weakref.ref(each) for each in (accelerator, model, engine, engine.sharded_optimizer)]
+        del accelerator, model, engine, optimizer
+        gc.collect()
+        assert [type(each()) for each in left if each() is not None] == []
+        assert set(threading.enumerate()) <= threads
+        assert AcceleratorState().prepared == []
+        assert AcceleratorState().deepspeed_plugin is not None
 
 
 # -- loggers

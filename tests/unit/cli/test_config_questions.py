@@ -402,7 +402,7 @@ class _Tables:
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.said: list[str] = []
-        self.texts = ["125m", "1024", "1"]
+        self.texts = ["1m", "1024", "1"]
 
     def text(self, words: str, proposal: str, check: Any, *, back: bool) -> str:
         return self.texts.pop(0)
@@ -420,10 +420,10 @@ class _Tables:
 
 
 def test_tables_fit_80_columns_and_the_picked_row_answers(tmp_path: Path) -> None:
-    machine = _machine(tmp_path, *(Device("Small", 5 * 2**30, has_bf16=True),) * 4)
+    machine = _machine(tmp_path, *(Device("Small", 100 * 2**20, has_bf16=True),) * 4)
     tables = _Tables()
     tables.texts[0] = "llama-3.1-8x"
-    tables.texts.insert(1, "125m")
+    tables.texts.insert(1, "1m")
     planner = PlanTable(tables, None, machine, {})  # type: ignore[arg-type]
     state = complete({"num_processes": 4}, machine, questions=QUESTIONS[:13]).state
     plan = planner(state, False)

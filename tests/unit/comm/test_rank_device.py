@@ -63,12 +63,16 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Driver]:
 @pytest.fixture
 def user_group() -> Iterator[Callable[[str], None]]:
     def make(backend: str) -> None:
+        end()  # a group that an earlier file's engines left
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
+    def end() -> None:
+        destroy()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
     yield make
-    destroy()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    end()
 
 
 def test_a_rank_takes_the_device_of_its_number_or_that_of_its_group(machine: Callable[..., Driver]) -> None:

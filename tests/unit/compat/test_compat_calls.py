@@ -48,6 +48,7 @@ from zeroaccel.compat.deepspeed_config import (
 )
 from zeroaccel.compat.device_accelerator import DeviceFacts, get_accelerator, set_accelerator
 from zeroaccel.compat.flops_profiler import OperationProfiler, duration_to_string, get_model_profile, params_to_string
+from zeroaccel.compat.surface import SURFACE
 from zeroaccel.config.schema_zero import OffloadParam
 from zeroaccel.errors import ConfigError, EngineStateError, UsageError
 
@@ -426,6 +427,18 @@ def test_a_batch_size_suits_many_numbers_of_ranks(section: dict[str, Any], ranks
     assert ranks in counts
     assert batch % (micro * ranks) == 0
     assert compute_elastic_config(config | {"elasticity": {**config["elasticity"], "version": 0.1}}, "0.18.0")[0] > 0
+
+
+@pytest.mark.parametrize(("ranks", "micro_steps"), [(1, 4), (2, 2), (4, 1)])
+def test_ms_swift_computes_its_accumulation(ranks: int, micro_steps: int) -> None:
+    """The calls of its elastic callback, with the section that it adds itself."""
+    added = {"enabled": True, "max_train_batch_size": 8, "micro_batch_sizes": [2], "min_gpus": 1, "max_gpus": 4}
+    section = {**added, "ignore_non_elastic_batch_info": True, "min_time": 20, "version": 0.1}
+    version = SURFACE["deepspeed.git_version_info"]["version"]
+    assert version == "zeroaccel.compat.finder:VERSION"
+    config = {"elasticity": section}
+    batch, _, micro = compute_elastic_config(config, target_deepspeed_version=version, world_size=ranks)
+    assert (micro, batch // (micro * ranks)) == (2, micro_steps)
 
 
 def test_a_number_of_ranks_that_the_batch_does_not_suit_is_named() -> None:

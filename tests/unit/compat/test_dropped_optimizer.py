@@ -1,14 +1,16 @@
-"""The warning that transformers drops `Trainer(optimizers=...)` with a DeepSpeed config."""
+"""The warnings that transformers drops `Trainer(optimizers=...)`, and accelerate a DeepSpeed config on the CPU."""
 
 from __future__ import annotations
 
 import logging
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.job import run_command
 from zeroaccel.compat.transformers_calls import warn_of_dropped_optimizer
 
 
@@ -48,3 +50,20 @@ def test_nothing_is_said_if_nothing_is_dropped(changed: dict[str, Any], caplog: 
     with caplog.at_level(logging.WARNING, "zeroaccel"):
         warn_of_dropped_optimizer(_trainer({}, **changed))
     assert not caplog.text
+
+
+_PROGRAM = """
+import zeroaccel.compat
+zeroaccel.compat.install()
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin
+plugin = DeepSpeedPlugin(hf_ds_config={"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}})
+print(Accelerator(deepspeed_plugin=plugin).distributed_type.name)
+"""
+
+
+@pytest.mark.parametrize(("variable", "kind"), [("true", "NO"), ("false", "DEEPSPEED")])
+def test_a_config_that_the_cpu_drops_is_named(variable: str, kind: str) -> None:
+    result = run_command([sys.executable, "-c", _PROGRAM], env={"ACCELERATE_USE_CPU": variable})
+    assert result.stdout.split() == [kind]
+    assert ("got plain data parallelism, since the variable ACCELERATE_USE_CPU" in result.stderr) == (kind == "NO")

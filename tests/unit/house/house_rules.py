@@ -60,21 +60,21 @@ ENVIRONMENT_READERS = {
 # Folder -> its limit of code lines. A commit that raises a limit states the reason.
 MAX_CODE_LINES: Mapping[str, int] = {
     "": 1220,
-    "accelerate": 4256,
-    "checkpoint": 6973,
+    "accelerate": 4264,
+    "checkpoint": 7008,
     "cli": 7349,
     "comm": 3900,
-    "compat": 4183,
+    "compat": 4345,
     "config": 4583,
-    "data": 1001,
+    "data": 1005,
     "estimate": 2145,
     "offload": 968,
     "ops": 2448,
     "optim": 1344,
-    "parallel": 4589,
+    "parallel": 4592,
     "rollout": 1207,
     "setup": 1483,
-    "telemetry": 1523,
+    "telemetry": 1589,
     "utils": 57,
     "zero": 9950,
 }
@@ -269,11 +269,15 @@ class Source:
         return f"{self.path}:{line}: {complaint}"
 
 
-@cache
 def sources(*folders: str) -> Mapping[str, Source]:
     """Returns the Python files of folders by path; the tests of a process share them, and so what they parse."""
     paths = (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py")))
-    return {name: Source(name, path.read_text()) for path in paths for name in [path.relative_to(ROOT).as_posix()]}
+    return {name: _source(name) for path in paths for name in [path.relative_to(ROOT).as_posix()]}
+
+
+@cache
+def _source(name: str) -> Source:
+    return Source(name, (ROOT / name).read_text())
 
 
 Rule = Callable[[Mapping[str, Source]], Iterable[str]]  # from files by module name (or path) to "path:line: complaint"

@@ -56,7 +56,7 @@ PRIVATE: Mapping[str, str] = {
     "PreTrainedConfig._name_or_path",
     "transformers.core_model_loading": "WeightTransform._original_source_patterns "
     "WeightTransform._original_target_patterns convert_and_load_state_dict_in_model set_param_for_module tqdm",
-    "transformers.integrations.deepspeed": "deepspeed_config is_deepspeed_zero3_enabled",
+    "transformers.integrations.deepspeed": "deepspeed_config deepspeed_load_checkpoint is_deepspeed_zero3_enabled",
     "transformers.integrations.mxfp4": "FP4_VALUES _convert_moe_packed_tensors",
     "transformers.masking_utils": "ALL_MASK_ATTENTION_FUNCTIONS TransformGetItemToIndex _vmap_expansion_sdpa",
     "transformers.modeling_utils": "ALL_ATTENTION_FUNCTIONS PreTrainedModel._from_config "
@@ -76,11 +76,12 @@ PRIVATE: Mapping[str, str] = {
     "accelerate.checkpointing": "load_accelerator_state save_accelerator_state",
     "accelerate.data_loader": "DataLoaderDispatcher.__iter__ DataLoaderShard.__iter__ skip_first_batches",
     "accelerate.parallelism_config": "ParallelismConfig._set_size ParallelismConfig._validate_accelerator",
-    "accelerate.state": "PartialState._shared_state",
+    "accelerate.state": "AcceleratorState.__init__ PartialState._shared_state",
     "accelerate.tracking": "LOGGER_TYPE_TO_CLASS",
     "accelerate.utils.deepspeed": "HfDeepSpeedConfig.__init__",
     "accelerate.utils.other": "extract_model_from_parallel",
     # PEFT and TRL
+    "peft.mapping_func": "get_peft_model",
     "peft.tuners.trainable_tokens.layer": "TrainableTokensLayer._collect_token_weights",
     "trl.models.activation_offloading": "OffloadActivations.__enter__ get_act_offloading_ctx_manager",
     "trl.trainer.utils": "maybe_gather_lm_head_ctx",

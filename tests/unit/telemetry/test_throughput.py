@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, PreTrainedModel
 
 from tests.support.log_lines import log_lines
 from tests.support.mixtures import small_mixture
+from tests.unit.telemetry.test_step_report import FakeEngine, Sink
+from zeroaccel.telemetry.step_report import StepReport
 from zeroaccel.telemetry.throughput import (
     DataWait,
     ModelWork,
@@ -80,6 +84,61 @@ def test_windows_bound_the_positions() -> None:
     work = _work(model)
     assert (work.per_token_and_position, work.windows) == (12.0 * 32, ((12.0 * 32, 8),))
     assert work.of(tokens=1, length=4) == 24 + 2 * 12 * 32 * 4
+
+
+def test_packed_documents_attend_within_themselves() -> None:
+    work = ModelWork(1.0, 2.0, ((3.0, 4),))
+    throughput = Throughput(work, None, lambda own: [own])
+    throughput.start()
+    packed = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    throughput.count((), {"input_ids": torch.zeros(1, 8, dtype=torch.int64), "position_ids": packed})
+    apart = work.of(tokens=3, length=3) + work.of(tokens=5, length=5)
+    assert _flops(throughput) == apart < work.of(tokens=8, length=8)
+
+
+def test_parts_of_a_sequence_add_up_to_the_whole() -> None:
+    work = ModelWork(1.0, 2.0, ((3.0, 4),))
+    total = 0.0
+    for part in torch.arange(8).view(2, 1, 4):
+        throughput = Throughput(work, None, lambda own: [own])
+        throughput.start()
+        throughput.count((), {"input_ids": torch.zeros(1, 4, dtype=torch.int64), "position_ids": part})
+        total += _flops(throughput)
+    assert total == work.of(tokens=8, length=8)
+
+
+class _Coded(nn.Linear):
+    """A layer of 8 x 6 values, whose tensor has codes."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(6, 8, bias=False)
+        codes: Tensor = torch.zeros(24, dtype=torch.uint8)
+        if kind == "in 16 bits":
+            codes = codes.view(torch.bfloat16)[:, None]
+        if kind == "a wrapper":
+            codes = TwoTensor(torch.zeros(8, 6), torch.zeros(8, 6))
+        self.weight = nn.Parameter(codes, requires_grad=False)
+        if kind == "in 16 bits":
+            self.weight.quant_state = SimpleNamespace(shape=torch.Size([8, 6]))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", ["in bytes", "in 16 bits", "a wrapper"])
+def test_quantized_weights_count_decoded(kind: str) -> None:
+    model = nn.Sequential(_Coded(kind), nn.Linear(8, 2))
+    names = {"in bytes": ["0.weight"], "in 16 bits": ["0.weight"], "a wrapper": ["0.weight.codes", "0.weight.scales"]}
+    weights = {name: ([24, 1] if kind != "in bytes" else [24], False) for name in names[kind]} | {
+        "0.weight.absmax": ([6, 4], False)
+    }
+    work = work_of(model, {**weights, "1.weight": ([2, 8], True), "1.bias": ([2], True)}, [])
+    assert work.per_token == 4 * 48 + 6 * 16
+
+
+def _flops(throughput: Throughput) -> float:
+    found: list[float] = []
+    gather = throughput._gather
+    throughput._gather = lambda own: found.append(own[2]) or gather(own)  # type: ignore[func-returns-value]
+    _rates(throughput)
+    return found[0]
 
 
 def _rates(throughput: Throughput) -> Rates:
@@ -193,5 +252,61 @@ def test_a_rank_whose_script_takes_the_time_is_named(monkeypatch: pytest.MonkeyP
     throughput.enter()
     now[0] += 2.0
     throughput.leave()
-    expected = "slowest rank 1: spends 50 % of the time between calls of the engine, the others 10 %"
+    expected = "slowest rank 1: spends 50 % of the time in its script or trackers, the others 10 %"
     assert _rates(throughput).slowest == expected
+
+
+def test_waiting_for_other_ranks_is_not_the_scripts_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, shares = [0.0], []
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    def slow(own: tuple[float, ...]) -> list[tuple[float, ...]]:
+        shares.append(own[4])
+        now[0] += 5.0  # another rank is late
+        return [own]
+
+    report, engine = StepReport(steps_per_print=1), FakeEngine()
+    report.throughput = Throughput(ModelWork(1.0), None, slow)
+    for _ in range(3):
+        now[0] += 1.0  # the script
+        report.begin("step")
+        now[0] += 3.0
+        report.end("step")
+        engine.advance(report)
+    assert shares == [0.25, 0.25]  # none at the first step
+
+
+def test_a_slow_tracker_counts_like_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, shares = [0.0], []
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    class Slow(Sink):
+        def write(self, events: Any) -> None:
+            now[0] += 3.0
+
+    report, engine = StepReport(steps_per_print=1, monitors=Slow()), FakeEngine()
+    report.throughput = Throughput(ModelWork(1.0), None, lambda own: shares.append(own[4]) or [own])
+    for _ in range(3):
+        report.begin("step")
+        now[0] += 1.0
+        report.end("step")
+        engine.advance(report)
+    assert shares == [0.75, 0.75]
+
+
+def test_a_call_of_the_engine_counts_its_batches_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    report = StepReport(steps_per_print=1)
+    report.throughput = throughput = Throughput(ModelWork(1.0), None, lambda own: [own])
+    throughput.start()
+    ids = torch.zeros(2, 5, dtype=torch.int64)
+    with report.whole_call():
+        report.batches([{"input_ids": ids}, (ids, ids)])
+        for _ in range(3):  # forwards of parts of the model
+            report.begin("forward")
+            report.forward((), {"input_ids": ids})
+            report.end("forward")
+            now[0] += 1.0
+    throughput.enter()
+    assert (throughput._positions, throughput.outside) == (20, 0.0)
