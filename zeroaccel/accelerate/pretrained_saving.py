@@ -32,6 +32,7 @@ from zeroaccel.checkpoint.save_plan import EngineState
 from zeroaccel.checkpoint.source_layout import compare_with_source, reverted
 from zeroaccel.checkpoint.weights import Requests, placeholder_state_dict, tensor_specs, with_ties
 from zeroaccel.comm.agree import agree_or_raise, from_rank_0
+from zeroaccel.comm.topology import all_ranks_call
 from zeroaccel.engine import EngineBase
 from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.nested import map_tensors
@@ -42,6 +43,7 @@ from zeroaccel.zero.tensor_subclasses import inner_tensors, is_wrapper, rewrappe
 
 _ENGINES: weakref.WeakSet[EngineBase] = weakref.WeakSet()
 _ORIGINALS: dict[type, Callable[..., Any]] = {}
+_MEETING_SECONDS = 60.0  # within which all ranks call; a rank may still have to finish what the others have done
 
 
 def attach(engine: EngineBase) -> None:
@@ -79,11 +81,10 @@ def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)
         engine, prefix = engine_and_prefix
         collectives = engine.collectives.job
-        # A caller that passes `is_main_process` calls on all ranks; without it, a Trainer may call on one rank only.
-        on_all_ranks = "is_main_process" in bound.arguments or collectives.world_size == 1
         tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
         plain = plain_names(model)
         names = [plain(name) for name, _ in tensors]
+        gathered = _gathered_before(engine, model, bound.arguments)
         if collectives.rank != 0:
             bound.arguments["is_main_process"] = False  # this rank has no values; rank 0 writes
 
@@ -107,8 +108,8 @@ def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
                     compare_with_source(model, SafetensorsFolder(folder).tensors, folder)
             return result
 
-        if not on_all_ranks:
-            return save(_gathered_before(engine, model))
+        if gathered is not None:
+            return save(gathered)
         engine.checkpointer.prepare_to_save("save_pretrained")
         result, failure = None, None
         try:
@@ -122,17 +123,25 @@ def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
     return save_pretrained
 
 
-def _gathered_before(engine: Any, model: nn.Module) -> dict[str, Any]:
-    """Returns the full state dict that the caller of `save_pretrained` on one rank still has."""
+def _gathered_before(engine: Any, model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the full state dict that the caller still has, as a Trainer that calls on one rank; otherwise None.
+
+    Raises:
+        EngineStateError: not all ranks call. A caller that passes `is_main_process` calls on all.
+    """
+    if "is_main_process" in arguments:
+        return None
     gathered = getattr(engine, "gathered_state", None)
-    if gathered is None:
+    if gathered is not None:
+        return dict(gathered)
+    if not all_ranks_call(engine.collectives.job.topology, "save_pretrained", _MEETING_SECONDS):
         raise EngineStateError(
-            f"{type(model).__name__}.save_pretrained(): the weights are sharded, and all ranks must take part "
-            "in gathering them",
+            f"{type(model).__name__}.save_pretrained(): the weights are sharded, and all ranks must take part in "
+            f"gathering them, but some have not called it within {_MEETING_SECONDS:g} s",
             fix="pass state_dict=accelerator.get_state_dict(model), called on all ranks, or call "
             "save_pretrained on all ranks with is_main_process=accelerator.is_main_process",
         )
-    return dict(gathered)
+    return None
 
 
 def _gathering_adapters(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,13 +158,12 @@ def _gathering_adapters(original: Callable[..., Any]) -> Callable[..., Any]:
         engine, prefix = engine_and_prefix
         more = bound.arguments.setdefault("kwargs", {})
         state = more.get("state_dict")
-        ranks = engine.collectives.job
-        if state is None and ("is_main_process" in bound.arguments or ranks.world_size == 1):
+        if state is None:
+            state = _gathered_before(engine, model, bound.arguments)
+        if state is None:
             engine.checkpointer.prepare_to_save("save_pretrained")
             also = adapter_names(engine.checkpointer.state())
             state = engine.checkpointer.consolidated_state_dict(exclude_frozen=True, also=also)
-        elif state is None:
-            state = _gathered_before(engine, model)
         if state is None or not bound.arguments.get("is_main_process", True):
             return None  # rank 0 has the values, and writes
         more["state_dict"] = {name.removeprefix(prefix): value for name, value in state.items()}

@@ -9,8 +9,10 @@ communicate.
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -182,6 +184,7 @@ class Topology:
 _current: tuple[dist.ProcessGroup, Topology] | None = None
 _made_default_group = False
 _generation = 0
+_finished_rounds: dict[str, int] = {}  # by label of `all_ranks_call`, of this generation
 _stores: dict[str, Store] = {}  # by address: stores of this process's earlier default groups, reused for the next
 
 
@@ -359,6 +362,7 @@ def _build(
     default: dist.ProcessGroup, limit: float, own_device: torch.device | str | None, transports: TransportFactory
 ) -> Topology:
     global _generation
+    _finished_rounds.clear()
     _generation += 1  # separates the side channels of one default group from those of the next
     rank, world_size = default.rank(), default.size()
     backend = str(dist.get_backend_config(default))
@@ -543,6 +547,28 @@ def pair_backends(topology: Topology, peers: Iterable[int]) -> Mapping[int, Send
             gloo = ProcessGroupGloo(pair_store, int(rank == high), 2, _backstop(topology.limit))
             topology.pairs[peer] = cast(SendRecvBackend, gloo)
     return topology.pairs
+
+
+def all_ranks_call(topology: Topology, label: str, seconds: float) -> bool:
+    """Returns True if every rank makes this call within `seconds` of the others; otherwise False on the ranks that do.
+
+    The ranks meet in the rendezvous store: unlike a collective, a call on one rank alone ends after that time.
+
+    Args:
+        label: name of the common step, the same on all ranks.
+    """
+    if topology.world_size == 1:
+        return True
+    store = PrefixStore(f"call/{_generation}/{label}", dist.distributed_c10d._get_default_store())
+    started = itertools.count(_finished_rounds.get(label, 0))
+    number = next(number for number in started if not store.check([f"{number}/decided"]))
+    _finished_rounds[label] = number + 1
+    decided = f"{number}/decided"
+    if store.add(f"{number}/ranks", 1) == topology.world_size:
+        store.compare_set(decided, "", "all")
+    with suppress(dist.DistStoreError):
+        store.wait([decided], timedelta(seconds=seconds))
+    return store.compare_set(decided, "", "few") == b"all"
 
 
 def peer_recorder(topology: Topology, peers: RankGroups | None) -> FlightRecorder | None:

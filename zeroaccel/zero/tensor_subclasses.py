@@ -679,7 +679,7 @@ def _sharded(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
 
 def _reads_values(func: Callable[..., Any], call: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Returns True if a function computes with its tensors' values or copies them; views share a tensor's memory."""
-    if call.endswith("_") and not call.endswith("__"):
+    if call in _OPERATORS or (call.endswith("_") and not call.endswith("__")):
         return True  # it writes to another tensor
     try:
         result, views = _on_meta(func, args, kwargs)

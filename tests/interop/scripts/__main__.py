@@ -4,14 +4,18 @@
 
 Runs in the environment of `make .venv/.installed`, with further packages that the scripts import:
 
-    .venv/bin/pip install evaluate scikit-learn schedulefree nltk fire loguru pytz sh
+    .venv/bin/pip install evaluate scikit-learn schedulefree nltk fire loguru pytz sh bitsandbytes
+    .venv/bin/pip install --no-deps torchvision==0.28.0 albumentations albucore==0.0.24 torchmetrics \
+        lightning-utilities opencv-python-headless pycocotools scipy stringzilla simsimd
 
-`pictures/` replaces torchvision and timm. The folder of sources has checkouts with these names:
+`pictures/` replaces torchvision and timm for accelerate's examples, `sounds/` torchcodec. The folder of sources has
+checkouts with these names:
 
     DeepSpeedExamples  github.com/deepspeedai/DeepSpeedExamples: training/, applications/DeepSpeed-Chat/
     accelerate         github.com/huggingface/accelerate: examples/
     transformers       github.com/huggingface/transformers: examples/pytorch/, which the sdist does not have
     trl                github.com/huggingface/trl: trl/scripts/, trl/accelerate_configs/, examples/scripts/
+    peft               github.com/huggingface/peft: examples/
 
 DeepSpeed-Chat imports `no_init_weights` of `transformers.modeling_utils`, which transformers 5 does not have: its rows
 need an environment with "transformers==4.56.2" "accelerate==1.10.1" "datasets==4.0.0". Rows with a generator need one
@@ -19,12 +23,15 @@ with "trl==1.10.0", whose client does without CUDA; `generator/` is vLLM's part 
 are missing is not run, and its line says what is missing.
 
 Each run gets two CPU ranks, its seeds from `on_path/sitecustomize.py`, and a log in the working folder,
-`runs/ROW/WAY/log`. A row with results does not run again.
+`runs/ROW/WAY/log`. A row with results does not run again. The last column has the number of saved folders that plain
+transformers or PEFT loaded with the values of their files, and the greatest difference of a tensor from that of the DDP
+run, relative to the tensor's greatest value.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
@@ -37,14 +44,16 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from inputs import write_inputs
+from saved import compare_saved
 from scripts import SCRIPTS, Script, missing
 
 _HERE = Path(__file__).parent
 _WAYS = ("zeroaccel", "plain")
 # Optimizer and scheduler are Trainer's own in both runs, as DeepSpeed's WarmupDecayLR is another schedule.
-_ZERO3 = {
+_ZERO3: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": "auto",
     "train_batch_size": "auto",
     "gradient_accumulation_steps": "auto",
@@ -81,7 +90,7 @@ class Runner:
                 with self._generator(script, folder, ports["port"], environment):
                     status = subprocess.run(
                         command,
-                        cwd=self._work,
+                        cwd=self._place(folder) if script.inside else self._work,
                         env=environment,
                         stdout=log,
                         stderr=subprocess.STDOUT,
@@ -114,6 +123,18 @@ class Runner:
             finally:
                 process.kill()
                 process.wait()
+
+    def saved(self, script: Script) -> str:
+        """Compares the saved files of both runs."""
+        with contextlib.chdir(self._work):
+            return compare_saved(*(self._folder(script, way) / "out" for way in _WAYS))
+
+    def _place(self, folder: Path) -> Path:
+        """Makes the run's output folder a working folder, too, with links to the inputs."""
+        for path in self._work.iterdir():
+            if path.name not in ("runs", "commands", "hf_home"):
+                (folder / "out" / path.name).symlink_to(path)
+        return folder / "out"
 
     def is_done(self, script: Script) -> bool:
         """Returns True if both runs of a row have results."""
@@ -166,6 +187,8 @@ class Runner:
             path.append(str(self._work / "commands" / "lib"))
         if script.generator:
             path.append(str(_HERE / "generator"))
+        if script.sounds:
+            path.append(str(_HERE / "sounds"))
         if script.pictures:
             path.append(str(_HERE / "pictures"))
         if script.path.startswith("DeepSpeedExamples/applications"):
@@ -174,7 +197,7 @@ class Runner:
             path.insert(0, str(_HERE / "plain"))
         return {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(path),
+            "PYTHONPATH": os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])]),
             "FOREIGN_SCRIPTS_LOSSES": str(folder / "losses"),
             "PYTHONDONTWRITEBYTECODE": "",
             "HF_HUB_OFFLINE": "1",
@@ -184,6 +207,7 @@ class Runner:
             "TOKENIZERS_PARALLELISM": "false",
             **({"FOREIGN_SCRIPTS_ORDER": "one"} if script.one_order else {}),
             **({"FOREIGN_SCRIPTS_SCHEDULE": "one"} if script.one_schedule and way == "plain" else {}),
+            **({"FOREIGN_SCRIPTS_HARDWARE": "made"} if script.hardware else {}),
             **({"FOREIGN_SCRIPTS_DUMMIES": "there"} if script.dummies and way == "plain" else {}),
             # This variable makes accelerate use DDP for ranks on CPUs, without any DeepSpeed plugin.
             **({"ACCELERATE_USE_CPU": "true"} if way == "plain" else {}),
@@ -204,7 +228,7 @@ def compare(here: list[list[float]], plain: list[list[float]]) -> float | None:
     return max(abs(a - b) / max(abs(b), 1e-3) for a, b in pairs)
 
 
-def row(script: Script, results: dict[str, dict[str, object]]) -> str:
+def row(script: Script, results: dict[str, dict[str, object]], saved: str) -> str:
     """Formats one line of the table."""
     here, plain = (results[way] for way in _WAYS)
     launch = f"{script.command} " + script.launch.replace("{sources}/", "")
@@ -218,9 +242,8 @@ def row(script: Script, results: dict[str, dict[str, object]]) -> str:
     else:
         verdict = f"{difference:.1e}" + ("" if difference <= script.tolerance else " !")
     shown = [f"{value:.6f}" if value is not None else "-" for value in last]
-    return f"| {script.name} | `{launch}` `{script.extra}` | {steps} | {shown[0]} | {shown[1]} | {verdict} |".replace(
-        "``", ""
-    )
+    cells = (script.name, f"`{launch}` `{script.extra}`".replace("``", ""), steps, *shown, verdict, saved)
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def main() -> None:
@@ -234,22 +257,25 @@ def main() -> None:
     parser.add_argument("--done", action="store_true", help="run nothing; print the table of rows that have results")
     arguments = parser.parse_args()
     write_inputs(arguments.work)
-    (arguments.work / "zero3.json").write_text(json.dumps(_ZERO3, indent=2))
+    for stage in (2, 3):
+        config = {**_ZERO3, "zero_optimization": {**_ZERO3["zero_optimization"], "stage": stage}}
+        (arguments.work / f"zero{stage}.json").write_text(json.dumps(config, indent=2))
     install = [sys.executable, "-m", "zeroaccel.cli", "compat", "install", str(arguments.work / "commands")]
     subprocess.run(install, check=True, stdout=subprocess.DEVNULL)
     runner = Runner(arguments.sources, arguments.work, arguments.seconds)
     lines = [
-        "| script | started by | losses | last, here | last, DDP | greatest difference |",
-        "|---|---|---|---|---|---|",
+        "| script | started by | losses | last, here | last, DDP | greatest difference | files loaded again |",
+        "|---|---|---|---|---|---|---|",
     ]
     for script in SCRIPTS:
         if fnmatch(script.name, arguments.only) and (not arguments.done or runner.is_done(script)):
             if arguments.again:
                 runner.forget(script)
             if not runner.is_done(script) and (absent := missing(script, arguments.sources)):
-                lines.append(f"| {script.name} | `{script.command}` | 0 | - | - | not run, missing: {absent} |")
+                lines.append(f"| {script.name} | `{script.command}` | 0 | - | - | not run, missing: {absent} | none |")
             else:
-                lines.append(row(script, {way: runner.run(script, way) for way in _WAYS}))
+                results = {way: runner.run(script, way) for way in _WAYS}
+                lines.append(row(script, results, runner.saved(script)))
             print(lines[-1], flush=True)
     if arguments.table:
         arguments.table.write_text("\n".join([*lines, ""]))

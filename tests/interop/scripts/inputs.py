@@ -11,6 +11,9 @@ import random
 from pathlib import Path
 from typing import Any
 
+import task_inputs
+
+# isort: split
 import numpy as np
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from PIL import Image
@@ -38,17 +41,32 @@ _CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"
 )
 _ANY_TOKENIZER = "PreTrainedTokenizerFast"
+_SEQUENCES = "datasets.Sequence(datasets.Value('string'))"
+_OVERALL = "{f'overall_{name}': _share_of_equals(predictions, references) for name in "
+# Type of the predictions, and of the references if it is another one, and the result.
 _METRICS = {
-    "accuracy": ("int64", "{'accuracy': _share_of_equals(predictions, references)}"),
+    "accuracy": ("int64", "", "{'accuracy': _share_of_equals(predictions, references)}"),
     "glue": (
         "int64",
+        "",
         "{'accuracy': _share_of_equals(predictions, references), 'f1': _f1(predictions, references)}",
     ),
-    "rouge": ("string", "{'rouge1': sum(a == b for a, b in zip(predictions, references)) / len(references)}"),
+    "rouge": ("string", "", "{'rouge1': _share_of_equals(predictions, references)}"),
+    "wer": ("string", "", "1.0 - _share_of_equals(predictions, references)"),
+    "sacrebleu": ("string", _SEQUENCES, "{'score': _share_of_equals([[one] for one in predictions], references)}"),
+    "seqeval": (_SEQUENCES, "", _OVERALL + "('precision', 'recall', 'f1', 'accuracy')}"),
+    "mean_iou": (
+        "datasets.Sequence(datasets.Sequence(datasets.Value('int64')))",
+        "",
+        "{**dict.fromkeys(('mean_iou', 'mean_accuracy', 'overall_accuracy'), 0.0),"
+        " **{f'per_category_{name}': np.array([np.mean(np.array(predictions) == np.array(references))] * 3)"
+        " for name in ('iou', 'accuracy')}}",
+    ),
 }
 _METRIC = """
 import datasets
 import evaluate
+import numpy as np
 
 
 def _share_of_equals(predictions, references):
@@ -62,10 +80,9 @@ def _f1(predictions, references):
 
 class Made(evaluate.Metric):
     def _info(self):
-        value = datasets.Value("{kind}")
         return evaluate.MetricInfo(
             description="", citation="", inputs_description="",
-            features=datasets.Features({{"predictions": value, "references": value}}),
+            features=datasets.Features({{"predictions": {predictions}, "references": {references}}}),
         )
 
     def _compute(self, predictions, references, **kwargs):
@@ -141,8 +158,11 @@ def write_inputs(folder: Path) -> None:
     _write_models(folder)
     _write_data(folder)
     _write_pictures(folder / "pictures")
-    for name, (kind, result) in _METRICS.items():
-        _write(folder / name / f"{name}.py", _METRIC.format(kind=kind, result=result))
+    task_inputs.write_data(folder, Sentences(2), _write_named)
+    for name, (kind, references, result) in _METRICS.items():
+        predictions = kind if kind.startswith("datasets.") else f"datasets.Value('{kind}')"
+        made = _METRIC.format(predictions=predictions, references=references or predictions, result=result)
+        _write(folder / name / f"{name}.py", made)
     _write(folder / "squad" / "squad.py", _SQUAD_METRIC)
     _write(folder / "made_rewards.py", _REWARDS)
     for name in ("collocations.tab", "sent_starters.txt", "abbrev_types.txt", "ortho_context.tab"):
@@ -241,6 +261,7 @@ def _write_models(folder: Path) -> None:
         max_position_embeddings=256,
         **ends,
     )
+    wide = LlamaConfig(**{**llama.to_dict(), "hidden_size": 128, "intermediate_size": 256, "head_dim": 64})
     opt = OPTConfig(
         vocab_size=size,
         hidden_size=32,
@@ -268,14 +289,29 @@ def _write_models(folder: Path) -> None:
         "bert-base-cased": (BertForMaskedLM(bert), words),
         "openai-community/gpt2": (AutoModelForCausalLM.from_config(gpt2), pieces),
         "HuggingFaceTB/SmolLM-360M": (AutoModelForCausalLM.from_config(llama), pieces),
+        # bitsandbytes quantises rows of at least 64 weights.
+        "made/llama": (AutoModelForCausalLM.from_config(wide), pieces),
         "facebook/opt-125m": (AutoModelForCausalLM.from_config(opt), pieces),
         "google-t5/t5-small": (T5ForConditionalGeneration(t5), pieces),
     }
-    for name, (model, tokenizer) in made.items():
+    for name, (model, tokenizer, processor) in {
+        **{name: (*pair, None) for name, pair in made.items()},
+        **task_inputs.models(words, pieces),
+    }.items():
         model.save_pretrained(folder / name)
+        if processor is not None:
+            processor.save_pretrained(folder / name)
+        if name == "facebook/wav2vec2-base":
+            task_inputs.cache(folder, name)
+        if tokenizer is None:
+            continue
         # DeepSpeed-Chat saves a vocabulary, which only the class of OPT's own tokenizer supports.
-        kind = "GPT2TokenizerFast" if name == "facebook/opt-125m" else _ANY_TOKENIZER
-        _save_tokenizer(tokenizer, folder / name, kind)
+        kinds = {
+            "facebook/opt-125m": "GPT2TokenizerFast",
+            "openai/whisper-tiny": "WhisperTokenizer",
+            "xlnet-base-cased": "XLNetTokenizer",
+        }
+        _save_tokenizer(tokenizer, folder / name, kinds.get(name, _ANY_TOKENIZER))
     _save_tokenizer(pieces, folder / "roberta-base")
 
 

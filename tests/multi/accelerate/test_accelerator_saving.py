@@ -205,8 +205,15 @@ def _no_state_dict(folder: Path, kind: str) -> dict[str, Any]:
     with pytest.raises(Exception, match="unwritable") as refused:
         model.save_pretrained(folder / "with" / "config.json" / "unwritable", **arguments)
     assert "unwritable" in str(refused.value)  # both ranks raise, and neither hangs
-    with pytest.raises(EngineStateError, match=r"pass state_dict=accelerator\.get_state_dict"):
-        model.save_pretrained(folder / "alone")
+    if main:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pretrained_saving, "_MEETING_SECONDS", 0.1)
+            with pytest.raises(
+                EngineStateError, match=r"not called it within 0\.1 s; pass state_dict=accelerator\.get"
+            ):
+                model.save_pretrained(folder / "alone")
+    accelerator.wait_for_everyone()
+    model.save_pretrained(folder / "plainly", max_shard_size="8KB")  # all ranks, after the refusal of rank 0's call
     still_sharded = all(unit.state is ShardState.SHARDED for unit in engine.units)
     accelerator.free_memory()
     total = sum(param.nbytes for param in model.parameters())
@@ -218,12 +225,14 @@ def test_a_sharded_model_is_saved_file_by_file(kind: str, num_units: int, ranks:
     first, second = ranks(2).run(_no_state_dict, tmp_path, kind, timeout=120)
     assert first["sharded"]
     assert second["sharded"]
-    with_values, without = (
+    with_values, without, plainly = (
         {name: value for file in (tmp_path / way).glob("*-of-*") for name, value in load_file(file).items()}
-        for way in ("with", "without")
+        for way in ("with", "without", "plainly")
     )
     assert len(list((tmp_path / "with").glob("*-of-*"))) > 4
-    assert with_values.keys() == without.keys()
+    assert with_values.keys() == without.keys() == plainly.keys()
+    assert not (tmp_path / "alone").exists()
+    assert all(torch.equal(value, plainly[name]) for name, value in with_values.items())
     assert [name for name, value in with_values.items() if not torch.equal(value, without[name])] == []
     assert 0 < first["most"] <= 2 * 8000 < first["total"] / 2  # the file being written and the one before it
     assert first["left"] == 0

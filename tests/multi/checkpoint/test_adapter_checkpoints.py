@@ -144,7 +144,15 @@ def _saved_at(stage: int, method: str, folder: Path) -> tuple[list[float], dict[
         losses = _token_steps(engine) if method in _OF_TOKENS else _steps(engine, 2)
         rank = torch.distributed.get_rank()
         adapted.save_pretrained(folder / f"{stage}", is_main_process=rank == 0, save_embedding_layers=False)
+        if stage == 3:
+            adapted.save_pretrained(folder / "plainly", save_embedding_layers=False)  # on all ranks, as PEFT's examples
         torch.distributed.barrier()
+        if stage == 3:
+            assert all(
+                same.read_bytes() == (folder / "3" / same.name).read_bytes()
+                for same in (folder / "plainly").glob("*.safetensors")
+            )
+            assert (folder / "plainly" / "adapter_config.json").exists()
         return losses, load_file(folder / f"{stage}" / "adapter_model.safetensors")
     finally:
         pretrained_saving.detach()

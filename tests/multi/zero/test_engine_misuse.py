@@ -167,6 +167,7 @@ READS: dict[str, Callable[[nn.Parameter], Any]] = {
     "lerp_": lambda p: torch.zeros(p.shape).lerp_(p, 0.1),
     "_foreach_lerp_": lambda p: torch._foreach_lerp_([torch.zeros(p.shape)], [p], 0.1),
     "copy_": lambda p: torch.zeros(p.shape).copy_(p.detach()),
+    "__setitem__": lambda p: torch.zeros(p.shape).__setitem__(slice(None), p.data[:]),
     "clone": lambda p: p.data.clone(),
     "numpy": lambda p: p.data.half().numpy(),
     "item": lambda p: p[0, 0].item(),

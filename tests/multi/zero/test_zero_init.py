@@ -233,6 +233,19 @@ def test_one_rank_only_casts(ranks: Ranks) -> None:
     assert {value.dtype for value in values} == {torch.bfloat16}
 
 
+def _assigned() -> bool:
+    with zero.Init(config_dict_or_path=config(3)):
+        model = nn.Linear(4, 6)
+    whole, other = model.weight.data.clone(), torch.zeros(6, 4)
+    other[:3, :], other[3:, :] = model.weight.data[:3, :], model.weight.data[3:, :]
+    return handle_of(model.weight) is not None and torch.equal(other, whole)
+
+
+def test_another_tensor_gets_the_values_by_index(ranks: Ranks) -> None:
+    """As transformers resizes the embeddings of a quantized base."""
+    assert ranks(2).run(_assigned) == [True, True]
+
+
 def _traffic() -> list[str]:
     """initialize() does not send values again that are already equal on all ranks."""
     zeroaccel.comm.topology.init_process_group()

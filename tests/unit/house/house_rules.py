@@ -60,11 +60,11 @@ ENVIRONMENT_READERS = {
 # Folder -> its limit of code lines. A commit that raises a limit states the reason.
 MAX_CODE_LINES: Mapping[str, int] = {
     "": 1220,
-    "accelerate": 4259,
+    "accelerate": 4264,
     "checkpoint": 7008,
     "cli": 7349,
-    "comm": 3883,
-    "compat": 4343,
+    "comm": 3900,
+    "compat": 4345,
     "config": 4583,
     "data": 1005,
     "estimate": 2145,
