@@ -13,8 +13,8 @@ RELEASE_ARGS  ?=
 VENV      := .venv
 BIN       := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# TEST_JOBS processes run the files of tests in their order: e2e and multi are the long ones. A test starts many more
-# processes, and with PYTHONDONTWRITEBYTECODE each would compile the package again.
+# TEST_JOBS processes run the files of tests in their order, kernels first: e2e and multi are the long ones. A test
+# starts many more processes, and with PYTHONDONTWRITEBYTECODE each would compile the package again.
 PYTEST    := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
 # Runs tests and, beside them, `make lint`, which uses cores while tests wait. Prints the output of lint last.
