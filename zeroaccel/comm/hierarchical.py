@@ -49,6 +49,7 @@ from zeroaccel.comm.quantized import (
     RowOrder,
     dequantize,
     dequantize_rows,
+    load_kernels_of_sums,
     quantize,
     quantize_rows,
     sum_rows,
@@ -134,6 +135,8 @@ class HierarchicalCollectives(Collectives):
         recorder = peer_recorder(topology, peers)
         super().__init__(topology, data_group, recorder=recorder)
         self.layout = layout
+        if layout.hops is not None:
+            load_kernels_of_sums(INT4, topology.device)
         if len(layout.data_groups) > 1:
             self.job = self.peers = Collectives(topology)
             self.is_first_data_group = own_ranks.ranks[0] in data_group.ranks

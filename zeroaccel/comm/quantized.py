@@ -226,6 +226,21 @@ def quantize_rows(
             quantize(values[place if order is None else order.rows[place]], codec, code)
 
 
+def load_kernels_of_sums(codec: Codec, device: torch.device) -> None:
+    """Launches the kernels of `quantize_rows` and `sum_rows` once on a CUDA device, for each dtype.
+
+    Loading a kernel may wait for the device. Reductions run beside gathers, whose order may differ on another rank, so
+    that two ranks that wait would wait for each other.
+    """
+    if kernels_for(device) is None:
+        return
+    for dtype in QUANTIZABLE:
+        values = torch.zeros(1, codec.block_numel, dtype=dtype, device=device)
+        codes = torch.zeros(1, codec.nbytes(codec.block_numel), dtype=torch.uint8, device=device)
+        quantize_rows(values, codec, codes)
+        sum_rows(codes[None], codec, values, 0, torch.empty(values.shape, device=device))
+
+
 def dequantize_rows(codes: Tensor, codec: Codec, out: Tensor) -> None:
     """Dequantizes several codes, as `dequantize` does: (K, codec.nbytes(n)) into (K, n), both contiguous."""
     device_kernels = kernels_for(out.device)

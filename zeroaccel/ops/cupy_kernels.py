@@ -156,7 +156,8 @@ class KernelModule:
     """Kernels on a device, in torch's context.
 
     Kernels without FIXED parameters are loaded at once, others when a launch has new values for these. Loading may
-    synchronize the device, so what a step launches beside collectives is launched once before.
+    synchronize the device, so those that backward launches beside reductions are launched once at the start
+    (`load_kernels_of_norms`, `load_kernels_of_sums`).
 
     Args:
         cupy: the module.

@@ -193,6 +193,20 @@ def square_sums_into(tensor: Tensor, largest: Tensor, sums: Tensor) -> None:
     _add_square_sums(tensor.detach().view(-1), _norm_scale(largest), sums)
 
 
+def load_kernels_of_norms(dtypes: Iterable[torch.dtype], device: torch.device) -> None:
+    """Launches the kernels of `max_abs_into` and `square_sums_into` once on a CUDA device, for each dtype.
+
+    Loading a kernel may wait for the device, which a backward must not do beside its collectives.
+    """
+    if kernels_for(device) is None:
+        return
+    largest, sums = torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(2, dtype=torch.int64, device=device)
+    for dtype in dtypes:
+        value = torch.zeros(1, dtype=dtype, device=device)
+        max_abs_into(value, largest)
+        square_sums_into(value, largest, sums)
+
+
 def _norm_scale(largest: Tensor) -> Tensor:
     """Returns the factor of values before they are squared, (1,) float64."""
     return power_of_two(_BITS - torch.frexp(largest.view(torch.float32).to(torch.float64))[1])

@@ -20,7 +20,7 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.stop_notice import stop_notice
 from zeroaccel.errors import CollectiveError, listed
 from zeroaccel.logs import log_once, logger
-from zeroaccel.ops.device_kernels import kernels_for
+from zeroaccel.ops.reductions import load_kernels_of_norms
 from zeroaccel.optim.rank_facts import HyperparameterCheck
 from zeroaccel.telemetry.timeline import named_range
 from zeroaccel.zero.grad_norm import (
@@ -106,7 +106,8 @@ class StepBoundary:
         # If masters are on an accelerator, so are the gradients that update them.
         self._checks_on_device = reducer.device.type != "cpu" and not reducer.leaves_device
         self._drop = drop
-        kernels_for(reducer.device)  # compile now, not in the first step
+        dtypes = {torch.float32, *(gradients.comm_dtype for gradients in reducer.gradients)}
+        load_kernels_of_norms(dtypes, reducer.device)
         self._last: tuple[GradCheck, float] | None = None  # with its loss scale
         self._unverified: deque[tuple[int, DeviceStats]] = deque()  # steps that continued without a comparison of ranks
         self._examined = 0  # of `GradReducer.changes`, at the last `take_stats`

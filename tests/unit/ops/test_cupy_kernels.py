@@ -27,7 +27,7 @@ from tests.unit.ops.kernels_on_host import host_kernels, host_library, run_on_ho
 from tests.unit.ops.test_device_kernels import assert_same, random, spread
 from zeroaccel.comm import quantized
 from zeroaccel.logs import logger
-from zeroaccel.ops import Adam, cupy_kernels, device_kernels
+from zeroaccel.ops import Adam, cupy_kernels, device_kernels, reductions
 from zeroaccel.ops.cupy_kernels import OPTIONS, KernelError, KernelModule, kernel_names, open_cupy, with_constants
 from zeroaccel.ops.device_kernels import MANY, SOURCE, DeviceKernels, kernels_for
 
@@ -235,6 +235,45 @@ def test_a_kernel_is_compiled_for_the_constants_of_its_launch(
     cupy.run = lambda one: None
     launch(kernels)
     assert len(cupy.sources) == compiled
+
+
+def _norms() -> None:
+    values, largest, sums = (
+        torch.ones(9).bfloat16(),
+        torch.zeros(1, dtype=torch.int32),
+        torch.zeros(2, dtype=torch.int64),
+    )
+    reductions.max_abs_into(values, largest)
+    reductions.square_sums_into(values, largest, sums)
+
+
+def _sums_of_codes() -> None:
+    values, numel = torch.ones(2, 700).bfloat16(), quantized.INT4.nbytes(700)
+    codes = torch.zeros(2, numel, dtype=torch.uint8)
+    quantized.quantize_rows(values, quantized.INT4, codes)
+    quantized.sum_rows(codes.view(2, 1, numel), quantized.INT4, values, 0, torch.empty(1, 700))
+
+
+@pytest.mark.usefixtures("current")
+@pytest.mark.parametrize(
+    ("load", "launch"),
+    [
+        (lambda device: reductions.load_kernels_of_norms([torch.bfloat16], device), _norms),
+        (lambda device: quantized.load_kernels_of_sums(quantized.INT4, device), _sums_of_codes),
+    ],
+)
+def test_backward_loads_no_kernel(
+    load: Callable[[torch.device], None], launch: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cupy = FakeCupy(lambda one: run_on_host(host_library(800, cupy.sources[-1]), one))
+    kernels = DeviceKernels(KernelModule(cupy, SOURCE.read_text(), DEVICE))
+    for module in (reductions, quantized):
+        monkeypatch.setattr(module, "kernels_for", lambda device: kernels)
+    load(torch.device("cpu"))
+    compiled = len(cupy.sources)
+    cupy.run = lambda one: None
+    launch()
+    assert len(cupy.sources) == compiled > 1
 
 
 def test_the_compiler_drops_the_decisions_about_constants() -> None:
