@@ -41,6 +41,7 @@ MODELS = (
     "gpt-oss-120b",
     "gemma-3-27b",
     "gemma-4-31b",
+    "gemma-4-26b-a4b",
 )
 _SEQUENCE = 2048
 _START = "<!-- table: docs/site/model_table.py -->"

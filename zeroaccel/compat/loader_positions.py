@@ -57,6 +57,8 @@ def follow(original: Callable[..., Any]) -> Callable[..., Any]:
         ahead, following = vars(source).get(_AHEAD, (0, 0))
         if ahead and loader.iteration + ahead == following:
             loader.iteration = following  # the loop counts epochs without those that the resume passed over
+        if _SOURCE in vars(loader) and callable(set_epoch := getattr(_sampler(loader), "set_epoch", None)):
+            set_epoch(loader.iteration)  # accelerate and Trainer do not reach the sampler of a copy that skips
         passing, loader.skip_batches = (0, loader.skip_batches) if _has_length(loader) else (loader.skip_batches, 0)
         while True:
             begin = vars(source).pop(_BEGIN, None)

@@ -57,7 +57,10 @@ _QWEN3 = {"vocab_size": 151_936, "head_dim": 128}
 _QWEN3_MOE = {**_QWEN3, "num_experts": 128, "num_experts_per_tok": 8}
 _QWEN3_5 = {"vocab_size": 248_320, "linear_num_value_heads": 48}
 _QWEN3_5_MOE = ModelConfig("qwen3_5_moe_text", 34_660_610_688, {"num_hidden_layers": 40}, period=4)
-_GEMMA4 = {"head_dim": 256, "global_head_dim": 512, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0}
+_GEMMA4 = {
+    **{"head_dim": 256, "global_head_dim": 512, "sliding_window": 1024},
+    **{"attention_k_eq_v": True, "hidden_size_per_layer_input": 0},
+}
 _GEMMA4_MOE = {
     **_GEMMA4,
     "num_global_key_value_heads": 2,

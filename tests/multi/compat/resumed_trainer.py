@@ -51,6 +51,8 @@ class Numbers(Dataset[Any]):
         return COUNT
 
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        if number >= COUNT:
+            raise IndexError(number)  # iteration ends here
         return sample(number, length_of(number) if self.is_uneven else 6)
 
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.job import FACADE, JobResult, run_job
+from tests.support.job import JobResult, run_job
 from tests.support.refusals import refused
 from zeroaccel.compat.loader_positions import loading
 from zeroaccel.errors import CheckpointError
 
 pytest.importorskip("accelerate")
+trainer_parts = pytest.importorskip("transformers.trainer_pt_utils")
 SCRIPT = "tests/multi/compat/resumed_loaders.py"
 
 
@@ -24,7 +25,7 @@ def _rows(result: JobResult) -> list[Any]:
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_resumed_script_reads_the_batches_that_would_have_come(processes: int, tmp_path: Path) -> None:
-    rows = _rows(run_job(processes, SCRIPT, [tmp_path], timeout=120, imports=FACADE))
+    rows = _rows(run_job(processes, SCRIPT, [tmp_path], timeout=120))
     assert len(rows) == {1: 42, 2: 96}[processes]
     assert [name for name, equal in rows if not equal] == []
 
@@ -38,12 +39,31 @@ def test_a_resumed_trainer_reads_the_batches_that_would_have_come(tmp_path: Path
         assert len(again) == (17 if kind == "stream" else 20)
 
 
+@pytest.mark.skipif(
+    not hasattr(trainer_parts, "BatchRebalanceSampler"),
+    reason="this transformers has no batch_rebalance",
+)
+def test_rebalanced_batches_of_transformers_divide_the_samples_and_resume(tmp_path: Path) -> None:
+    rows = _rows(run_job(2, "tests/multi/compat/resumed_trainer.py", [tmp_path, "rebalanced"], timeout=120))
+    wholes = [whole for _, _, _, _, whole in rows]
+    for _, equal, rest, again, _ in rows:
+        assert equal, (rest, again)
+        assert again
+    steps = [[[row for row in whole if row[0] == step] for whole in wholes] for step in range(5)]
+    for ranks in steps:
+        samples = [[number for _, batch in rank for number in batch] for rank in ranks]
+        assert len(set(samples[0] + samples[1])) == 8  # two batches of two on each of two ranks
+        for one, other in zip(*ranks, strict=True):
+            costs = [len(batch) * max(4 + (number % 11) ** 2 // 2 for number in batch) for _, batch in (one, other)]
+            assert max(costs) <= 2.0 * min(costs), (one, other)
+
+
 @pytest.mark.parametrize(("before", "after", "skip"), [(2, 1, 8), (1, 2, 2)])
 def test_another_number_of_ranks_continues_at_the_batch_that_the_warning_names(
     before: int, after: int, skip: int, tmp_path: Path
 ) -> None:
-    saved = dict(_rows(run_job(before, SCRIPT, [tmp_path, "save"], imports=FACADE)))
-    result = run_job(after, SCRIPT, [tmp_path, "load", skip], imports=FACADE)
+    saved = dict(_rows(run_job(before, SCRIPT, [tmp_path, "save"])))
+    result = run_job(after, SCRIPT, [tmp_path, "load", skip])
     loaded = dict(_rows(result))
     assert f"of epoch 1 on each of {before} processes; on {after} it continues" in result.stderr
     assert f"skip_first_batches(loader, {skip})" in result.stderr

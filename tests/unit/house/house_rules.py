@@ -67,7 +67,7 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "compat": 4345,
     "config": 4583,
     "data": 1005,
-    "estimate": 2145,
+    "estimate": 2148,
     "offload": 968,
     "ops": 2448,
     "optim": 1344,
