@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from figures import Figure
 from plans import PLANS, SIZES
@@ -112,7 +113,6 @@ def machine(run: Run) -> None:
 def start(run: Run) -> None:
     """The first minutes: time of each start phase and of the first steps, and the devices in use."""
     from zeroaccel.ops.cupy_kernels import KernelError, open_cupy
-    from zeroaccel.ops.device_kernels import compile_kernels
 
     begun = time.perf_counter()
 
@@ -131,9 +131,9 @@ def start(run: Run) -> None:
     try:
         open_cupy()
         passed("importing CuPy")
-        compile_kernels(device)
-        passed("kernels, compiled or from CuPy's cache")
-        run.add("kernels from CuPy's cache, in a new process", _seconds_from_cache(), "s")
+        launch_step_kernels(device)
+        passed("kernels of a step, compiled or from CuPy's cache")
+        run.add("kernels of a step from CuPy's cache, in a new process", _seconds_from_cache(), "s")
     except KernelError as error:
         run.skip("kernels", str(error))
     begun = time.perf_counter()
@@ -153,17 +153,31 @@ def start(run: Run) -> None:
     work.close()
 
 
+def launch_step_kernels(device: torch.device) -> None:
+    """Launches the kernels of a step once: norm, decisions and AdamW of bf16 gradients."""
+    from zeroaccel.ops.device_kernels import compile_kernels
+
+    kernels = compile_kernels(device)
+    grad, largest = torch.ones(8, dtype=torch.bfloat16, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+    kernels.max_abs_into(grad, largest)
+    kernels.square_sums_into(grad, largest, torch.zeros(2, dtype=torch.int64, device=device))
+    state = [torch.ones(8, device=device) for _ in range(3)]
+    scalars = [np.float32(1), np.uint32(1), *(np.float32(value) for value in (1, 0, 0.1, 0.9, 0.1, 1, 1e-8, -0.1))]
+    kernels.update("adam", state, grad, torch.empty_like(grad), None, scalars)
+
+
 def _seconds_from_cache() -> float:
     """Returns the time in which a process that has imported CuPy gets the kernels that another one has compiled."""
     program = (
+        f"import sys; sys.path[:0] = {[str(Path(__file__).parent), str(ROOT)]}\n"
         "import time, torch\n"
+        "from parts import launch_step_kernels\n"
         "from zeroaccel.ops.cupy_kernels import open_cupy\n"
-        "from zeroaccel.ops.device_kernels import compile_kernels\n"
         "device = torch.device('cuda', torch.cuda.device_count() - 1)\n"
         "torch.zeros(1, device=device)\n"
         "open_cupy()\n"
         "begun = time.perf_counter()\n"
-        "compile_kernels(device)\n"
+        "launch_step_kernels(device)\n"
         "print(time.perf_counter() - begun)\n"
     )
     found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)

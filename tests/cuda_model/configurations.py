@@ -308,6 +308,7 @@ PEAKS: Mapping[str, Peak] = dict(
 SLOW = frozenset(
     {
         "a checkpoint saved in the background",
+        "stage 3, accumulation",
         "stage 3, two buffers for a unit",
         "stage 2, frozen weights as nf4",
         "stage 3, both on the host, update during the backward",

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zeroaccel.ops.cupy_kernels import OPTIONS
-from zeroaccel.ops.device_kernels import kernel_names
+from zeroaccel.ops.cupy_kernels import OPTIONS, kernel_names
 
 _SCALARS = (np.float32, np.float64, np.int32, np.uint32, np.int64, np.uint64)
 
@@ -48,7 +47,7 @@ class FakeCupy:
         fails: errors of "compile", of "launch", or of looking up the kernel of a name.
 
     Attributes:
-        compiled: number of modules that were compiled.
+        sources: the sources that were compiled, in order.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class FakeCupy:
         self.__spec__ = ModuleSpec("cupy", None)
         self.run = run
         self.fails = fails or {}
-        self.compiled = 0
+        self.sources: list[str] = []
         runtime = SimpleNamespace(runtimeGetVersion=lambda: 1000 * cuda + 90)
         self.cuda = SimpleNamespace(runtime=runtime)
 
@@ -92,17 +91,17 @@ class FakeCupy:
 class _RawModule:
     def __init__(self, cupy: FakeCupy, code: str) -> None:
         self._cupy = cupy
-        self._names = kernel_names(code)
+        self._code = code
         self._is_compiled = False
 
     def get_function(self, name: str) -> SimpleNamespace:
         """Returns a kernel, whose attribute `kernel` is its function on the thread's device."""
         if not self._is_compiled:
             self._cupy.check("compile")
-            self._cupy.compiled += 1
+            self._cupy.sources.append(self._code)
             self._is_compiled = True
         self._cupy.check(name)
-        if name not in self._names:
+        if name not in kernel_names(self._code):
             raise RuntimeError("CUDA_ERROR_NOT_FOUND: named symbol not found")
         return SimpleNamespace(kernel=Function(self._cupy, name))
 

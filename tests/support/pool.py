@@ -94,8 +94,9 @@ class _Rank:
                 return written
         return written or "(no stack: the process did not react to the signal)\n"
 
-    def num_threads(self) -> int:
-        return psutil.Process(self._process.pid).num_threads()
+    def is_worn(self) -> bool:
+        """Returns True if the process has ended, or has so many threads that a new one costs less."""
+        return self._process.poll() is not None or psutil.Process(self._process.pid).num_threads() > MOST_THREADS
 
     def end(self) -> None:
         self.connection.close()
@@ -158,7 +159,7 @@ class Pool:
         They do if the file did not use them, or has left process groups behind.
         """
         is_used, self._is_used = self._is_used, False
-        if self._ranks and not (is_used and self._ranks[0].num_threads() <= MOST_THREADS):
+        if not is_used or any(rank.is_worn() for rank in self._ranks):
             self.close()
 
     def close(self) -> None:

@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
-from importlib.metadata import Distribution, DistributionFinder
+from importlib.metadata import Distribution, DistributionFinder, version
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
 from zeroaccel.compat.surface import ABSENT, PACKAGE, SCRIPTS, SURFACE, nearest
 from zeroaccel.errors import UsageError
+from zeroaccel.logs import logger
 
 VERSION = "0.19.5+zeroaccel"
 """Version of the import surface: libraries compare it with the oldest DeepSpeed release that they support."""
@@ -94,10 +95,28 @@ class _PatchingLoader(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
         for name, method, change in _PATCHED[module.__name__]:
-            owner = getattr(module, name) if name else module
-            if method in vars(owner):
-                _ORIGINALS[owner, method] = vars(owner)[method]
-                setattr(owner, method, change(vars(owner)[method]))
+            owner = getattr(module, name, None) if name else module
+            if owner is None or method not in vars(owner):
+                _name_moved(module.__name__, f"{name}.{method}".lstrip("."))
+                continue
+            _ORIGINALS[owner, method] = vars(owner)[method]
+            setattr(owner, method, change(vars(owner)[method]))
+
+
+def _name_moved(module: str, name: str) -> None:
+    """Warns about a part of a library that a release has moved; earlier releases may not have it yet."""
+    library = module.partition(".")[0]
+    found = version(library)
+    if _release(found) >= _release(_NOT_BEFORE.get(name, "0")):
+        logger.warning(
+            "%s %s: expected %s.%s, which zeroaccel replaces for scripts that import deepspeed, got none: they run "
+            "without this change; docs/releases.md names the versions that ran the tests",
+            *(library, found, module, name),
+        )
+
+
+def _release(version: str) -> list[int]:
+    return [int(number) for number in version.split(".")[:2] if number.isdigit()]
 
 
 _ORIGINALS: dict[tuple[type | ModuleType, str], Any] = {}
@@ -240,6 +259,9 @@ _PATCHED: Mapping[str, Sequence[tuple[str, str, Callable[[Any], Any]]]] = {
     ],
     "accelerate.state": [("AcceleratorState", "__init__", _in("transformers_calls", "telling_of_a_dropped_plugin"))],
     "accelerate.utils.deepspeed": [("HfDeepSpeedConfig", "__init__", _with_places)],
+    "transformers.integrations.deepspeed": [
+        ("", "deepspeed_load_checkpoint", _in("trainer_states", "naming_ranks")),
+    ],
     "transformers.modeling_utils": [
         ("PreTrainedModel", "from_pretrained", _sharded_while_loading),
         ("PreTrainedModel", "_load_pretrained_model", _by_ranges),
@@ -259,6 +281,14 @@ _PATCHED: Mapping[str, Sequence[tuple[str, str, Callable[[Any], Any]]]] = {
     "peft.tuners.trainable_tokens.layer": [("TrainableTokensLayer", "_collect_token_weights", _rows_on_any_device)],
 }
 """Module -> (class, method, function that returns its replacement), for each patch; "" for the module's functions."""
+
+_NOT_BEFORE = {
+    "_refuse_recurrent_layers_under_sequence_parallelism": "1.15",
+    "save_on_cpu": "5.23",
+    "OffloadActivations.__enter__": "1.16",
+    "maybe_gather_lm_head_ctx": "1.16",
+}
+"""Name -> a version of its library that has it, for names that the oldest supported one lacks."""
 
 
 class _Distribution(Distribution):

@@ -78,9 +78,11 @@ def follow(original: Callable[..., Any]) -> Callable[..., Any]:
                     yield batch
             if position.batches > passing or not passing:
                 break
-            # Trainer counts the steps of a stream without a length as one epoch; the last of an epoch may be smaller.
+            # Trainer counts the steps of a stream without a length as one epoch, and no step at the end of an epoch
+            # that has fewer batches: their gradients go to the next epoch's first step.
             steps = loader.gradient_state.num_steps
-            passing = max(passing - -(-position.batches // steps) * steps, 0) if position.batches else 0
+            counted = position.batches // steps * steps
+            passing = max(passing - counted, 0) if counted else 0
             ahead += 1
         vars(source)[_POSITION] = None
         source.iteration = loader.iteration

@@ -17,6 +17,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from zeroaccel.config.bounds import read_at_most
 from zeroaccel.config.schema import PeerStates
 from zeroaccel.engine import EngineBase
 from zeroaccel.errors import CheckpointError
+from zeroaccel.logs import logger
 from zeroaccel.operations import collectives_of_process
 
 _TRAINER_STATE = "trainer_state.json"  # Trainer's file names
@@ -85,6 +87,24 @@ def train(
             return original(trainer, _current.newest(resume_from_checkpoint), trial, *args, **kwargs)
     finally:
         _current, _is_asked = None, False
+
+
+def naming_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `deepspeed_load_checkpoint`: says that a resume on another number of processes trains on other samples."""
+
+    @wraps(original)
+    def deepspeed_load_checkpoint(deepspeed_engine: Any, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(deepspeed_engine, checkpoint_path, *args, **kwargs)
+        files, job = list(Path(checkpoint_path).glob("rng_state*.pth")), deepspeed_engine.collectives.job
+        if files and len(files) != job.world_size and job.rank == 0:
+            logger.warning(
+                "Trainer: resume from %s: expected %d processes, as it was saved on, got %d: Trainer skips the same "
+                "number of steps, whose samples are others here; resume on %d processes to read the rest of the epoch",
+                *(checkpoint_path, len(files), job.world_size, len(files)),
+            )
+        return result
+
+    return deepspeed_load_checkpoint
 
 
 def _settings(trainer: Any) -> PeerStates | None:

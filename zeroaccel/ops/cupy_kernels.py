@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import distributions
 from importlib.util import find_spec
+from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,9 +65,8 @@ def open_cupy() -> Any:
         raise KernelError(f"CuPy {cupy.__version__} is older than {_LEAST_VERSION}", _install())
     built = cupy.cuda.runtime.runtimeGetVersion() // 1000
     if built != int(_cuda_major()):
-        raise KernelError(
-            f"CuPy {cupy.__version__} is built for CUDA {built}, torch for CUDA {torch.version.cuda}", replace
-        )
+        reason = f"CuPy {cupy.__version__} is built for CUDA {built}, torch for CUDA {torch.version.cuda}"
+        raise KernelError(reason, replace)
     return cupy
 
 
@@ -115,28 +116,76 @@ def _check_cache(folder: Path) -> None:
     raise KernelError(f"CuPy's folder of compiled kernels, {folder}, {wrong}", _OWN_CACHE)
 
 
+_KERNEL = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\(\w+\) )?(\w+)\(([^)]*)\) \{')
+
+
+def kernel_names(source: str) -> list[str]:
+    """Returns the names of the kernels that a CUDA source defines.
+
+    Example:
+        >>> kernel_names('extern "C" __global__ void __launch_bounds__(256) adam(float* master) {}')
+        ['adam']
+    """
+    return [found[1] for found in _KERNEL.finditer(source)]
+
+
+def with_constants(source: str, values: Mapping[str, Sequence[int]]) -> str:
+    """Returns a source with some of its kernels, and constants for their FIXED parameters.
+
+    The compiler drops what it cannot reach, so that a kernel for one dtype has no decisions about dtypes, and takes a
+    fraction of the time of the file.
+
+    Args:
+        values: for each of these kernels, the values of its FIXED parameters, in order.
+
+    Example:
+        >>> with_constants('extern "C" __global__ void sum(int n, FIXED kind) { ... }', {"sum": [1]})
+        'extern "C" __global__ void sum(int n, FIXED kind) { kind = 1; ... }'
+    """
+
+    def replaced(found: re.Match[str]) -> str:
+        if found[1] not in values:
+            return f"static __device__ void {found[1]}({found[2]}) {{"
+        constants = zip(re.findall(r"FIXED (\w+)", found[2]), values[found[1]], strict=True)
+        return " ".join([found[0], *(f"{name} = {value};" for name, value in constants)])
+
+    return _KERNEL.sub(replaced, source)
+
+
 class KernelModule:
-    """Kernels loaded on a device, in torch's context.
+    """Kernels on a device, in torch's context.
+
+    Kernels without FIXED parameters are loaded at once, others when a launch has new values for these. Loading may
+    synchronize the device, so what a step launches beside collectives is launched once before.
 
     Args:
         cupy: the module.
         source: CUDA source.
         device: a CUDA device with an index, which torch has initialized.
-        names: names of the kernels.
 
     Raises:
         KernelError: the source does not compile, or the driver cannot load it.
     """
 
-    def __init__(self, cupy: Any, source: str, device: torch.device, names: Iterable[str]) -> None:
+    def __init__(self, cupy: Any, source: str, device: torch.device) -> None:
+        self._cupy = cupy
+        self._source = source
         self._device = device
+        found = _KERNEL.findall(source)
+        self._constants_of = {name: _fixed_of(parameters) for name, parameters in found}
+        self._functions: dict[tuple[str, tuple[Any, ...]], Any] = {}
+        self._load({name: () for name, parameters in found if "FIXED" not in parameters})
+
+    def _load(self, kernels: Mapping[str, tuple[Any, ...]]) -> None:
         try:
-            with torch.cuda.device(device):
-                module = cupy.RawModule(code=source, options=OPTIONS, backend="nvrtc")
-                # All at once, because the driver loads a kernel at its first use, which may synchronize the device.
-                self._functions = {name: module.get_function(name).kernel for name in names}
+            with torch.cuda.device(self._device):
+                code = with_constants(self._source, kernels)
+                module = self._cupy.RawModule(code=code, options=OPTIONS, backend="nvrtc")
+                for name, values in kernels.items():
+                    self._functions[name, values] = module.get_function(name).kernel
         except Exception as error:  # of CuPy's compiler, its cache, the driver or the run-time library
-            raise KernelError(f"CuPy {cupy.__version__} on {device}: {_text(error)}", _fix_of(error)) from error
+            reason = f"CuPy {self._cupy.__version__} on {self._device}: {_text(error)}"
+            raise KernelError(reason, _fix_of(error)) from error
 
     def run(self, name: str, grid: tuple[int, int], threads: int, arguments: Sequence[object]) -> None:
         """Launches a kernel on torch's current stream of the device, asynchronously.
@@ -147,20 +196,30 @@ class KernelModule:
             arguments: numpy values in the kernel's order; None for a null pointer.
 
         Raises:
-            KernelError: the launch failed, possibly because of an earlier error on the device.
+            KernelError: the kernel does not compile or load, or the launch failed, possibly because of an earlier
+                error on the device.
         """
+        key = name, self._constants_of[name](arguments)
+        if key not in self._functions:
+            self._load(dict([key]))
         stream = SimpleNamespace(ptr=torch.cuda.current_stream(self._device).cuda_stream)
-        function = self._functions[name]
         try:
             # A launch uses the context of the thread's device, which differs in a thread that has not chosen one. CuPy
             # follows the device that torch selects.
             if torch.cuda.current_device() == self._device.index:
-                function(grid, (threads,), arguments, 0, stream)
+                self._functions[key](grid, (threads,), arguments, 0, stream)
             else:
                 with torch.cuda.device(self._device):
-                    function(grid, (threads,), arguments, 0, stream)
+                    self._functions[key](grid, (threads,), arguments, 0, stream)
         except RuntimeError as error:
             raise KernelError(f"{name} on {self._device}: {_text(error)}") from error
+
+
+def _fixed_of(parameters: str) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """Returns a function that takes a launch's arguments and returns those of the FIXED parameters."""
+    places = [place for place, each in enumerate(parameters.split(",")) if "FIXED" in each]
+    # Ten times as fast as the loop, and called in each launch.
+    return itemgetter(*places) if len(places) > 1 else lambda arguments: tuple(arguments[place] for place in places)
 
 
 def _text(error: Exception) -> str:

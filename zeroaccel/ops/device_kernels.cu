@@ -7,10 +7,11 @@
 // sign and payload of a NaN may differ.
 //
 // A thread block has THREADS threads. `kind` is the dtype of an array: FLOAT32, BFLOAT16, FLOAT16 or, of codes, BYTE.
+// `cupy_kernels.py` compiles a kernel for the values of its FIXED parameters that a launch has: they are constants.
 // `control` may be null: then the kernel multiplies gradients by `factor`, and the update applies.
 //
-// The memory limits most kernels. Threads take four elements at once where addresses allow it (WIDTH is 4, else 1),
-// load all their arrays before they compute, and look at a kind once for four elements.
+// The memory limits most kernels. Threads take four elements at once where addresses allow it, or eight of 16 bits
+// (WIDTH is 4 or 8, else 1), and load all their arrays before they compute.
 //
 // The file includes no headers, so that NVRTC needs none; the tests also compile it as C++ for the host.
 
@@ -27,6 +28,7 @@
 #define SCALE_FLOOR_BITS 0x03800000u /* 2**-120, `kernels.SCALE_FLOOR` */
 #define SUM_BITS 25                  /* `kernels.NORM_BITS` */
 #define BLOCK 32                     /* `updates.BLOCK_NUMEL`: a block of 8-bit moments */
+#define FIXED int
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -106,22 +108,24 @@ __device__ __forceinline__ u32 load_raw(const void* array, i64 index, int kind) 
     return kind == BYTE ? ((const u8*)array)[index] : ((const u16*)array)[index];
 }
 
-// Returns true if four elements from a multiple of 4 of each array can be loaded at once; null arrays can.
-__device__ __forceinline__ bool takes_four(const void* array, int kind) {
-    return (u64)array % (4 * size_of(kind)) == 0;
+// Returns true if `width` elements from a multiple of it can be loaded at once; a null array can. Eight bytes of codes
+// are loaded in two parts, since scales of 4 bytes are before them.
+__device__ __forceinline__ bool takes(int width, const void* array, int kind) {
+    return (u64)array % (kind == BYTE ? 4 : width * size_of(kind)) == 0;
 }
 
-// Loads WIDTH elements, packed: four at once, or one, which is 0 beyond the end.
+// Loads WIDTH elements, packed: four or eight at once, of at most 16 bytes, or one, which is 0 beyond the end.
 template <int WIDTH>
 __device__ __forceinline__ Words load(const void* array, i64 first, i64 end, int kind) {
     Words packed = {};
     const void* place = (const char*)array + first * size_of(kind);
     if (WIDTH == 1) {
         if (first < end) packed.at[0] = load_raw(array, first, kind);
-    } else if (kind == FLOAT32) {
-        packed = *(const Words*)place;
     } else if (kind == BYTE) {
-        packed.at[0] = *(const u32*)place;
+#pragma unroll
+        for (int k = 0; k < WIDTH / 4; ++k) packed.at[k] = ((const u32*)place)[k];
+    } else if (kind == FLOAT32 || WIDTH == 8) {
+        packed = *(const Words*)place;
     } else {
         u64 two = *(const u64*)place;
         packed.at[0] = (u32)two;
@@ -132,14 +136,13 @@ __device__ __forceinline__ Words load(const void* array, i64 first, i64 end, int
 
 // Returns the pattern of element k.
 __device__ __forceinline__ u32 raw_of(const Words& packed, int k, int kind) {
-    if (kind == FLOAT32) return packed.at[k];
-    return kind == BYTE ? packed.at[0] >> 8 * k & 0xffu : packed.at[k / 2] >> 16 * (k % 2) & 0xffffu;
+    if (kind == FLOAT32) return packed.at[k % 4];
+    return kind == BYTE ? packed.at[k / 4] >> 8 * (k % 4) & 0xffu : packed.at[k / 2] >> 16 * (k % 2) & 0xffffu;
 }
 
-// Stores WIDTH patterns: four at once, or one, unless it is beyond the end. Nothing in a null array.
+// Stores WIDTH patterns as `load` loads them, or one, unless it is beyond the end.
 template <int WIDTH>
 __device__ __forceinline__ void store_raws(void* array, i64 first, i64 end, const u32 (&raws)[WIDTH], int kind) {
-    if (!array) return;
     void* place = (char*)array + first * size_of(kind);
     if (WIDTH == 1) {
         if (first >= end) return;
@@ -150,18 +153,33 @@ __device__ __forceinline__ void store_raws(void* array, i64 first, i64 end, cons
         } else {
             *(u16*)place = (u16)raws[0];
         }
-    } else if (kind == FLOAT32) {
-        *(Words*)place = {raws[0], raws[1 % WIDTH], raws[2 % WIDTH], raws[3 % WIDTH]};
-    } else if (kind == BYTE) {
-        *(u32*)place = raws[0] | raws[1 % WIDTH] << 8 | raws[2 % WIDTH] << 16 | raws[3 % WIDTH] << 24;
+        return;
+    }
+    Words packed = {};
+#pragma unroll
+    for (int k = 0; k < WIDTH; ++k) {
+        if (kind == FLOAT32) {
+            packed.at[k % 4] = raws[k];
+        } else if (kind == BYTE) {
+            packed.at[k / 4] |= raws[k] << 8 * (k % 4);
+        } else {
+            packed.at[k / 2] |= raws[k] << 16 * (k % 2);
+        }
+    }
+    if (kind == BYTE) {
+#pragma unroll
+        for (int k = 0; k < WIDTH / 4; ++k) ((u32*)place)[k] = packed.at[k];
+    } else if (kind == FLOAT32 || WIDTH == 8) {
+        *(Words*)place = packed;
     } else {
-        *(u64*)place = raws[0] | raws[1 % WIDTH] << 16 | (u64)(raws[2 % WIDTH] | raws[3 % WIDTH] << 16) << 32;
+        *(u64*)place = packed.at[0] | (u64)packed.at[1] << 32;
     }
 }
 
 __device__ __forceinline__ u32 float16_to_bits(u32 half) {
     u32 magnitude = half & 0x7fffu, sign = (half & 0x8000u) << 16;
-    u32 subnormal = bits_of_float(mul_rn((float)magnitude, float_of_bits(0x33800000u)));  // 2**-24
+    // In [0.5, 1) a float32's last place is that of a subnormal number.
+    u32 subnormal = bits_of_float(sub_rn(float_of_bits(0x3f000000u | magnitude), 0.5f));
     u32 normal = (magnitude << 13) + (magnitude < 0x7c00u ? (127u - 15u) << 23 : (255u - 31u) << 23);
     return sign | (magnitude < 0x0400u ? subnormal : normal);
 }
@@ -211,7 +229,6 @@ __device__ __forceinline__ void numbers_of(const Words& packed, int kind, float 
 
 template <int WIDTH>
 __device__ __forceinline__ void store(void* array, i64 first, i64 end, const float (&values)[WIDTH], int kind) {
-    if (!array) return;
     auto store_all = [&](int kind) {
         u32 raws[WIDTH];
 #pragma unroll
@@ -260,10 +277,9 @@ __device__ __forceinline__ u32 lowest_of(u32 exponent, u32 reach) {
     return exponent == 255u ? 0xffffffffu : (exponent - reach + 1u) << 23;
 }
 
-__device__ __forceinline__ float decode_magnitude(u32 code, u32 lowest) {
-    u32 steps = code << 20;
-    if (code >= 8u) return float_of_bits(steps + (lowest - 0x800000u));
-    return sub_rn(float_of_bits(lowest + steps), float_of_bits(lowest));
+__device__ __forceinline__ u32 decode_magnitude(u32 code, u32 lowest) {
+    u32 steps = (code << 20) + lowest, subnormal = bits_of_float(sub_rn(float_of_bits(steps), float_of_bits(lowest)));
+    return code < 8u ? subnormal : steps - 0x800000u;
 }
 
 __device__ __forceinline__ u32 encode_magnitude(u32 bits, u32 lowest, u32 random) {
@@ -273,14 +289,13 @@ __device__ __forceinline__ u32 encode_magnitude(u32 bits, u32 lowest, u32 random
 }
 
 __device__ __forceinline__ float decode_signed(u32 code, u32 exponent) {
-    u32 lowest = lowest_of(exponent, 15u);
-    if (lowest == 0xffffffffu) return float_of_bits(NAN_BITS);
-    return float_of_bits(bits_of_float(decode_magnitude(code & 0x7fu, lowest)) | ((code & 0x80u) << 24));
+    u32 lowest = lowest_of(exponent, 15u), magnitude = decode_magnitude(code & 0x7fu, lowest);
+    return float_of_bits(lowest == 0xffffffffu ? NAN_BITS : magnitude | (code & 0x80u) << 24);
 }
 
 __device__ __forceinline__ float decode_unsigned(u32 code, u32 exponent) {
-    u32 lowest = lowest_of(exponent, 31u);
-    return lowest == 0xffffffffu ? float_of_bits(NAN_BITS) : decode_magnitude(code, lowest);
+    u32 lowest = lowest_of(exponent, 31u), magnitude = decode_magnitude(code, lowest);
+    return float_of_bits(lowest == 0xffffffffu ? NAN_BITS : magnitude);
 }
 
 // Returns the exponent byte of a block, whose lanes have WIDTH values each.
@@ -344,9 +359,9 @@ __device__ __forceinline__ void update(
     float* master, void* const (&states)[COUNT], const void* grad, void* out, const float* control, float factor,
     u32 key, i64 numel, int grad_kind, int moment_kind, int out_kind, Rule rule) {
     if (!applies(control, &factor)) return;
-    bool aligned = takes_four(master, FLOAT32) && takes_four(grad, grad_kind) && takes_four(out, out_kind);
+    bool aligned = takes(4, master, FLOAT32) && takes(4, grad, grad_kind) && takes(4, out, out_kind);
 #pragma unroll
-    for (int s = 0; s < COUNT; ++s) aligned = aligned && takes_four(states[s], moment_kind);
+    for (int s = 0; s < COUNT; ++s) aligned = aligned && takes(4, states[s], moment_kind);
     auto run = [&](auto moment_kind) {
         for_items(numel, aligned, [&](auto width, i64 first) {
             constexpr int WIDTH = width;
@@ -373,9 +388,11 @@ __device__ __forceinline__ void update(
                 __syncwarp();
             }
 #pragma unroll
-            for (int s = 0; s < COUNT; ++s) store_raws(states[s], first, numel, raws[s], moment_kind);
+            for (int s = 0; s < COUNT; ++s) {
+                if (states[s]) store_raws(states[s], first, numel, raws[s], moment_kind);
+            }
             store_raws(master, first, numel, masters, FLOAT32);
-            store(out, first, numel, outs, out_kind);
+            if (out) store(out, first, numel, outs, out_kind);
         });
     };
     if (moment_kind == FLOAT32) {
@@ -401,7 +418,7 @@ struct Adam {
 extern "C" __global__ void __launch_bounds__(THREADS) adam(
     float* master, void* exp_avg, void* exp_avg_sq, const void* grad, void* out, const float* control, float factor,
     u32 key, float decay, float l2, float weight1, float beta2, float weight2, float inverse_root, float eps,
-    float negative_step, i64 numel, int grad_kind, int moment_kind, int out_kind) {
+    float negative_step, i64 numel, FIXED grad_kind, FIXED moment_kind, FIXED out_kind) {
     const Adam rule = {decay, l2, weight1, beta2, weight2, inverse_root, eps, negative_step};
     update(
         master, {exp_avg, exp_avg_sq}, grad, out, control, factor, key, numel, grad_kind, moment_kind, out_kind, rule);
@@ -410,12 +427,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) adam(
 extern "C" __global__ void __launch_bounds__(THREADS) adam_blocks(
     float* master, u8* exp_avg, u8* exp_avg_exponents, u8* exp_avg_sq, u8* exp_avg_sq_exponents, const void* grad,
     void* out, const float* control, float factor, u32 key, float decay, float l2, float weight1, float beta2,
-    float weight2, float inverse_root, float eps, float negative_step, i64 numel, int grad_kind, int moment_kind,
-    int out_kind) {
+    float weight2, float inverse_root, float eps, float negative_step, i64 numel, FIXED grad_kind, FIXED moment_kind,
+    FIXED out_kind) {
     if (!applies(control, &factor)) return;
     const Adam rule = {decay, l2, weight1, beta2, weight2, inverse_root, eps, negative_step};
-    bool aligned = takes_four(master, FLOAT32) && takes_four(grad, grad_kind) && takes_four(out, out_kind) &&
-                   takes_four(exp_avg, BYTE) && takes_four(exp_avg_sq, BYTE);
+    bool aligned = takes(4, master, FLOAT32) && takes(4, grad, grad_kind) && takes(4, out, out_kind) &&
+                   takes(4, exp_avg, BYTE) && takes(4, exp_avg_sq, BYTE);
     for_items(numel, aligned, [&](auto width, i64 first) {
         constexpr int WIDTH = width;
         Words xs = load<WIDTH>(master, first, numel, FLOAT32), gs = load<WIDTH>(grad, first, numel, grad_kind);
@@ -452,14 +469,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) adam_blocks(
             exp_avg_sq_exponents[first / BLOCK] = (u8)v_exponent;
         }
         store_raws(master, first, numel, masters, FLOAT32);
-        store(out, first, numel, outs, out_kind);
+        if (out) store(out, first, numel, outs, out_kind);
     });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) lion(
     float* master, void* exp_avg, const void* grad, void* out, const float* control, float factor, u32 key, float decay,
-    float beta1, float weight1, float beta2, float weight2, float negative_lr, i64 numel, int grad_kind,
-    int moment_kind, int out_kind) {
+    float beta1, float weight1, float beta2, float weight2, float negative_lr, i64 numel, FIXED grad_kind,
+    FIXED moment_kind, FIXED out_kind) {
     auto rule = [=](float& x, float* m, float d) {
         float c = add_rn(mul_rn(beta1, *m), mul_rn(weight1, d));
         *m = add_rn(mul_rn(beta2, *m), mul_rn(weight2, d));
@@ -472,7 +489,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) lion(
 
 extern "C" __global__ void __launch_bounds__(THREADS) adagrad(
     float* master, void* square_sum, const void* grad, void* out, const float* control, float factor, u32 key, float l2,
-    float eps, float negative_lr, i64 numel, int grad_kind, int moment_kind, int out_kind) {
+    float eps, float negative_lr, i64 numel, FIXED grad_kind, FIXED moment_kind, FIXED out_kind) {
     auto rule = [=](float& x, float* sum, float scaled) {
         float d = add_rn(scaled, mul_rn(l2, x));
         *sum = add_rn(*sum, mul_rn(d, d));
@@ -486,7 +503,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) adagrad(
 extern "C" __global__ void __launch_bounds__(THREADS) rmsprop(
     float* master, float* square_avg, float* momentum_buffer, float* grad_avg, const void* grad, void* out,
     const float* control, float factor, float l2, float alpha, float weight, float eps, float momentum,
-    float negative_lr, i64 numel, int grad_kind, int moment_kind, int out_kind) {
+    float negative_lr, i64 numel, FIXED grad_kind, FIXED moment_kind, FIXED out_kind) {
     auto rule = [=](float& x, float* states, float scaled) {
         float d = add_rn(scaled, mul_rn(l2, x)), &s = states[0], &b = states[1], &a = states[2];
         s = add_rn(mul_rn(s, alpha), mul_rn(mul_rn(weight, d), d));
@@ -506,8 +523,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) rmsprop(
 // `momentum_buffer` is null without momentum.
 extern "C" __global__ void __launch_bounds__(THREADS) sgd(
     float* master, float* momentum_buffer, const void* grad, void* out, const float* control, float factor, float l2,
-    float momentum, float weight, float grad_weight, float buffer_weight, float negative_lr, i64 numel, int grad_kind,
-    int moment_kind, int out_kind) {
+    float momentum, float weight, float grad_weight, float buffer_weight, float negative_lr, i64 numel, FIXED grad_kind,
+    FIXED moment_kind, FIXED out_kind) {
     auto rule = [=](float& x, float* buffer, float scaled) {
         float d = add_rn(scaled, mul_rn(l2, x));
         *buffer = add_rn(mul_rn(momentum, *buffer), mul_rn(weight, d));
@@ -533,7 +550,7 @@ struct Numels {
 extern "C" __global__ void __launch_bounds__(THREADS) adam_many(
     Tensors masters, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors grads, Tensors outs, Numels numels, float factor,
     float decay, float l2, float weight1, float beta2, float weight2, float inverse_root, float eps,
-    float negative_step, int grad_kind, int out_kind) {
+    float negative_step, FIXED grad_kind, FIXED out_kind) {
     const Adam rule = {decay, l2, weight1, beta2, weight2, inverse_root, eps, negative_step};
     int row = blockIdx.y;
     update(
@@ -560,7 +577,7 @@ __device__ __forceinline__ double block_sum(double value) {
 extern "C" __global__ void __launch_bounds__(THREADS) lamb_moments(
     Tensors masters, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors grads, Tensors updates, Numels numels,
     double* square_sums, float factor, float beta1, float weight1, float beta2, float weight2, float eps, float decay,
-    int eps_inside, int grad_kind) {
+    FIXED eps_inside, FIXED grad_kind) {
     const float* master = (const float*)masters.at[blockIdx.y];
     float *m = (float*)exp_avgs.at[blockIdx.y], *v = (float*)exp_avg_sqs.at[blockIdx.y];
     float* update = (float*)updates.at[blockIdx.y];
@@ -593,7 +610,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) lamb_moments(
 // `norms` are the norms of the masters and of the updates: (2, tensors).
 extern "C" __global__ void __launch_bounds__(THREADS) lamb_apply(
     Tensors masters, Tensors updates, Tensors outs, Numels numels, const float* norms, float step_size,
-    float least_ratio, float most_ratio, int out_kind) {
+    float least_ratio, float most_ratio, FIXED out_kind) {
     float weights = norms[blockIdx.y], steps = norms[gridDim.y + blockIdx.y];
     float ratio = div_rn(weights, steps);
     ratio = is_less(ratio, least_ratio) ? least_ratio : is_less(most_ratio, ratio) ? most_ratio : ratio;
@@ -608,7 +625,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) lamb_apply(
 
 extern "C" __global__ void __launch_bounds__(THREADS) muon_momentum(
     Tensors buffers, Tensors grads, Tensors updates, Numels numels, float factor, float momentum, float weight,
-    int nesterov, int grad_kind, int update_kind) {
+    FIXED nesterov, FIXED grad_kind, FIXED update_kind) {
     auto rule = [=](float& buffer, float*, float d) {
         float own = mul_rn(d, weight);
         buffer = add_rn(mul_rn(buffer, momentum), own);
@@ -621,8 +638,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) muon_momentum(
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) muon_apply(
-    Tensors masters, Tensors directions, Tensors outs, Numels numels, float decay, float rate, int direction_kind,
-    int out_kind) {
+    Tensors masters, Tensors directions, Tensors outs, Numels numels, float decay, float rate, FIXED direction_kind,
+    FIXED out_kind) {
     auto rule = [=](float& x, float*, float step) { return x = sub_rn(mul_rn(x, decay), mul_rn(step, rate)); };
     int row = blockIdx.y;
     update(
@@ -677,7 +694,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) mark_changed(
 
 // Raises `largest` to the bits of the largest magnitude; NaN is above inf.
 extern "C" __global__ void __launch_bounds__(THREADS) max_abs(
-    const void* values, int* largest, i64 numel, int kind) {
+    const void* values, int* largest, i64 numel, FIXED kind) {
     __shared__ u32 of_warp[WARPS];
     u32 found = 0, mask = kind == FLOAT32 ? 0x7fffffffu : 0x7fffu;
     for_each(values, numel, kind, [&](const u32* raws, int count) {
@@ -700,7 +717,7 @@ __device__ __forceinline__ double double_of(u64 bits) { return __longlong_as_dou
 // than the memory. The square has at most 48 bits and is below 2**50, so that the addition of 2**52 rounds it to an
 // integer, which the lower 52 bits hold. Up to eight of them are added before they are split.
 extern "C" __global__ void __launch_bounds__(THREADS) square_sums(
-    const void* values, const int* largest, u64* sums, i64 numel, int kind) {
+    const void* values, const int* largest, u64* sums, i64 numel, FIXED kind) {
     __shared__ u64 of_warp[2][WARPS];
     u32 top = (u32)*largest;
     if (top >= INFINITY_BITS) return;
@@ -811,8 +828,6 @@ extern "C" __global__ void finalize(
 // Returns, in the low bits, a float32 below 2**22 rounded to an integer, ties to even, in two's complement.
 __device__ __forceinline__ u32 to_integer(float value) { return bits_of_float(add_rn(value, 12582912.0f)); }
 
-__device__ __forceinline__ bool is_nan(float value) { return (bits_of_float(value) & 0x7fffffffu) > INFINITY_BITS; }
-
 __device__ __forceinline__ int warp_index() { return blockIdx.x * WARPS + threadIdx.x / 32; }
 
 // Codes are integers up to `levels`, 127 or 7, or numbers in e4m3 up to 448.
@@ -831,7 +846,7 @@ __device__ __forceinline__ u8 encode_e4m3(float value) {
 
 __device__ __forceinline__ float decode_e4m3(u32 code) {
     u32 magnitude = code & 0x7fu, sign = (code & 0x80u) << 24;
-    u32 subnormal = bits_of_float(mul_rn((float)magnitude, float_of_bits(0x3b000000u)));  // 2**-9
+    u32 subnormal = bits_of_float(sub_rn(float_of_bits((127u + 14u) << 23 | magnitude), 16384.0f));
     u32 normal = magnitude == 0x7fu ? NAN_BITS : (magnitude << 20) + ((127u - 7u) << 23);
     return float_of_bits(sign | (magnitude < 8u ? subnormal : normal));
 }
@@ -839,8 +854,9 @@ __device__ __forceinline__ float decode_e4m3(u32 code) {
 // Decodes a code, which is a byte or half a byte, to its number.
 __device__ __forceinline__ float number_of_byte(u32 byte, int levels, bool upper) {
     if (levels == LEVELS_OF_E4M3) return decode_e4m3(byte);
-    if (levels != LEVELS_OF_4_BITS) return (float)(signed char)byte;
-    return (float)((signed char)(upper ? byte : byte << 4) >> 4);
+    // In [2**23, 2**24) a float32's last place is 1. Conversions take longer than these operations.
+    if (levels != LEVELS_OF_4_BITS) return sub_rn(float_of_bits(byte ^ 0x4b000080u), 8388736.0f);
+    return sub_rn(float_of_bits((upper ? byte >> 4 : byte & 15u) ^ 0x4b000008u), 8388616.0f);
 }
 
 // Decodes value i of n: its code is a byte, or 4 bits, with value i + ceil(n / 2) in the upper half of byte i.
@@ -850,16 +866,17 @@ __device__ __forceinline__ float number_at(const u8* numbers, int i, int n, int 
 }
 
 // Encodes the numbers of a block as bytes, or half bytes, at `numbers`, and its scale. A lane has WIDTH values of each
-// half of the block in a round, since a byte of 4-bit codes has one of each. It keeps the values of two rounds, which
-// are all values of a block of at most 512.
+// half of the block in a round, since a byte of 4-bit codes has one of each. It keeps the values of ROUNDS rounds, which
+// are all values of a block of at most 512, unless WIDTH is 1.
 template <int WIDTH>
 __device__ __forceinline__ void encode_block(
     const void* values, int size, u8* numbers, float* scale_of, int kind, int levels) {
-    const int lane = threadIdx.x % 32, half = (size + 1) / 2, round = WIDTH * 32, kept = 2 * round;
-    Words words[2][2];
+    constexpr int ROUNDS = WIDTH == 8 ? 1 : 2;
+    const int lane = threadIdx.x % 32, half = (size + 1) / 2, round = WIDTH * 32, kept = ROUNDS * round;
+    Words words[ROUNDS][2];
     auto load_round = [&](int begin) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
+        for (int r = 0; r < ROUNDS; ++r) {
             int at = begin + r * round + WIDTH * lane;
             words[r][0] = words[r][1] = {};
             if (at < half) words[r][0] = load<WIDTH>(values, at, half, kind);
@@ -870,7 +887,7 @@ __device__ __forceinline__ void encode_block(
     for (int begin = 0; begin < half; begin += kept) {
         load_round(begin);
 #pragma unroll
-        for (int k = 0; k < 4 * WIDTH; ++k) {
+        for (int k = 0; k < 2 * ROUNDS * WIDTH; ++k) {
             largest = larger(largest, raw_of(words[k / (2 * WIDTH)][k / WIDTH % 2], k % WIDTH, kind) & mask);
         }
     }
@@ -884,13 +901,15 @@ __device__ __forceinline__ void encode_block(
     float inverse = div_rn(1.0f, scale);
     for (int begin = 0; begin < half; begin += kept) {
         if (half > kept) load_round(begin);
-#pragma unroll 1
-        for (int at = begin + WIDTH * lane; at < half && at < begin + kept; at += round) {
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) {
+            int at = begin + r * round + WIDTH * lane;
+            if (at >= half) continue;
             u32 codes[2][WIDTH];
 #pragma unroll
             for (int part = 0; part < 2; ++part) {
                 float scaled[WIDTH];
-                numbers_of(words[0][part], kind, scaled);
+                numbers_of(words[r][part], kind, scaled);
 #pragma unroll
                 for (int k = 0; k < WIDTH; ++k) {
                     scaled[k] = mul_rn(scaled[k], inverse);
@@ -905,20 +924,19 @@ __device__ __forceinline__ void encode_block(
                 store_raws(numbers, half + at, size, codes[1], BYTE);
             }
             store_raws(numbers, at, half, codes[0], BYTE);
-            for (int part = 0; part < 2; ++part) words[0][part] = words[1][part];
         }
     }
 }
 
-// Returns true if lanes can take four values of each half of a block: at `values`, and at `numbers`.
-__device__ __forceinline__ bool halves_take_four(const void* values, const u8* numbers, int size, int kind) {
-    return size % 8 == 0 && takes_four(values, kind) && takes_four(numbers, BYTE);
+// Returns true if lanes can take `width` values of each half of a block: at `values`, and at `numbers`.
+__device__ __forceinline__ bool halves_take(int width, const void* values, const u8* numbers, int size, int kind) {
+    return size % (2 * width) == 0 && takes(width, values, kind) && takes(width, numbers, BYTE);
 }
 
 // Writes the code of row order[r] of `values`, or of row r if `order` is null, to row r of `codes`; rows
 // [skip_first, skip_last) do not change.
 extern "C" __global__ void __launch_bounds__(THREADS) encode(
-    const void* values, const int* order, u8* codes, i64 numel, i64 code_nbytes, int kind, int levels, int block,
+    const void* values, const int* order, u8* codes, i64 numel, i64 code_nbytes, FIXED kind, FIXED levels, FIXED block,
     int skip_first, int skip_last) {
     int row = blockIdx.y, index = warp_index(), lane = threadIdx.x % 32, bits = bits_of_levels(levels);
     i64 blocks = (numel + block - 1) / block;
@@ -929,10 +947,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) encode(
     u8* code = codes + row * code_nbytes;
     u8* numbers = code + 4 * blocks + start * bits / 8;
     const void* begin = (const char*)values + first * size_of(kind);
-    if (halves_take_four(begin, numbers, size, kind)) {
-        encode_block<4>(begin, size, numbers, (float*)code + index, kind, levels);
+    float* scale = (float*)code + index;
+    bool wide = kind != FLOAT32 && block % 512 == 0;
+    if (wide && size == block && halves_take(8, begin, numbers, block, kind)) {
+        encode_block<8>(begin, block, numbers, scale, kind, levels);
+    } else if (!wide && size == block && halves_take(4, begin, numbers, block, kind)) {
+        encode_block<4>(begin, block, numbers, scale, kind, levels);
     } else {
-        encode_block<1>(begin, size, numbers, (float*)code + index, kind, levels);
+        encode_block<1>(begin, size, numbers, scale, kind, levels);
     }
     // Zeroes the padding, so that equal values have bytewise equal codes.
     if (index == blocks - 1) {
@@ -950,7 +972,6 @@ __device__ __forceinline__ void decode_bytes(
 #pragma unroll
     for (int k = 0; k < WIDTH; ++k) {
         values[k] = mul_rn(number_of_byte(raw_of(bytes, k, BYTE), levels, upper), scale);
-        if (is_nan(scale)) values[k] = scale;
         if (adds) values[k] = add_rn(float_of_bits(before.at[k]), values[k]);
     }
     store(out, first, end, values, kind);
@@ -967,18 +988,19 @@ __device__ __forceinline__ void decode_block(
         for (int r = 0; r < 4; ++r) {
             if (begin + r * round < nbytes) words[r] = load<WIDTH>(numbers, begin + r * round, nbytes, BYTE);
         }
-#pragma unroll 1
-        for (int at = begin; at < nbytes && at < begin + 4 * round; at += round) {
-            decode_bytes<WIDTH>(words[0], scale, out, at, nbytes, kind, levels, false, adds);
-            if (bits == 4) decode_bytes<WIDTH>(words[0], scale, out, nbytes + at, size, kind, levels, true, adds);
-            for (int r = 0; r < 3; ++r) words[r] = words[r + 1];
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            int at = begin + r * round;
+            if (at >= nbytes) continue;
+            decode_bytes<WIDTH>(words[r], scale, out, at, nbytes, kind, levels, false, adds);
+            if (bits == 4) decode_bytes<WIDTH>(words[r], scale, out, nbytes + at, size, kind, levels, true, adds);
         }
     }
 }
 
 // Writes the values of row r of `codes` to row r of `out`, or with `adds` adds them, in float32.
 extern "C" __global__ void __launch_bounds__(THREADS) decode(
-    const u8* codes, void* out, i64 numel, i64 code_nbytes, int kind, int levels, int block, int adds) {
+    const u8* codes, void* out, i64 numel, i64 code_nbytes, FIXED kind, FIXED levels, FIXED block, FIXED adds) {
     int row = blockIdx.y, index = warp_index(), bits = bits_of_levels(levels);
     i64 blocks = (numel + block - 1) / block;
     if (index >= blocks) return;
@@ -988,8 +1010,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode(
     const u8* numbers = code + 4 * blocks + start * bits / 8;
     float scale = ((const float*)code)[index];
     void* begin = (char*)out + (row * numel + start) * size_of(kind);
-    if (halves_take_four(begin, numbers, size, kind)) {
-        decode_block<4>(numbers, scale, begin, size, kind, levels, adds);
+    bool wide = kind != FLOAT32 && block * bits % 2048 == 0;
+    if (wide && size == block && halves_take(8, begin, numbers, block, kind)) {
+        decode_block<8>(numbers, scale, begin, block, kind, levels, adds);
+    } else if (!wide && size == block && halves_take(4, begin, numbers, block, kind)) {
+        decode_block<4>(numbers, scale, begin, block, kind, levels, adds);
     } else {
         decode_block<1>(numbers, scale, begin, size, kind, levels, adds);
     }
@@ -998,8 +1023,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode(
 // Computes totals[r] = ((0 + c0) + c1) + ... in float32, with the values c of codes[rank][r]; for rank `own` they are
 // row order[own * rows + r] of `values`, or row own * rows + r if `order` is null.
 extern "C" __global__ void __launch_bounds__(THREADS) sum_codes(
-    const u8* codes, const void* values, const int* order, float* totals, i64 numel, i64 code_nbytes, int kind,
-    int levels, int block, int ranks, int own) {
+    const u8* codes, const void* values, const int* order, float* totals, i64 numel, i64 code_nbytes, FIXED kind,
+    FIXED levels, FIXED block, int ranks, int own) {
     int row = blockIdx.y, rows = gridDim.y, index = warp_index(), lane = threadIdx.x % 32, bits = bits_of_levels(levels);
     i64 blocks = (numel + block - 1) / block;
     if (index >= blocks) return;
@@ -1025,39 +1050,48 @@ extern "C" __global__ void __launch_bounds__(THREADS) sum_codes(
 }
 
 // Decodes 4-bit indices of `levels` (16,): the format of `comm/level_codes.py`, in blocks whose size is a power of two,
-// at least 8 values. Scales are float32, or exponents of powers of two. A thread decodes four bytes; row blockIdx.y of
+// at least 8 values. Scales are float32, or exponents of powers of two. A thread decodes eight bytes; row blockIdx.y of
 // `out` has the values of that row of `code`.
 extern "C" __global__ void __launch_bounds__(THREADS) decode_levels(
-    const u8* code, void* out, const float* levels, i64 numel, i64 code_nbytes, int codes_at, int kind, int block,
-    int has_exponents) {
+    const u8* code, void* out, const float* levels, i64 numel, i64 code_nbytes, int codes_at, FIXED kind, FIXED block,
+    FIXED has_exponents) {
     const u8 *scales = code + blockIdx.y * code_nbytes, *codes = scales + codes_at;
     __shared__ float table[16];
     if (threadIdx.x < 16) table[threadIdx.x] = levels[threadIdx.x];
     __syncthreads();
-    i64 byte = 4 * ((i64)blockIdx.x * THREADS + threadIdx.x);
-    if (2 * byte >= numel) return;
-    int half = block / 2;
-    i64 index = byte >> (31 - __clz(half)), first = byte + index * half;
-    u32 size = has_exponents ? scales[index] : ((const u32*)scales)[index];
-    if (has_exponents) size = size == 255u ? NAN_BITS : size << 23;
-    Words word = {};
-    if (takes_four(codes, BYTE)) {
-        word = load<4>(codes, byte, numel, BYTE);
-    } else {
-        for (int k = 0; k < 4; ++k) word.at[0] |= (u32)codes[byte + k] << 8 * k;
-    }
-#pragma unroll
-    for (int upper = 0; upper < 2; ++upper) {
-        float values[4];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            values[k] = mul_rn(table[word.at[0] >> (8 * k + 4 * upper) & 15u], float_of_bits(size));
-        }
-        i64 at = blockIdx.y * numel + first + upper * half;
-        if (takes_four((char*)out + at * size_of(kind), kind)) {
-            store(out, at, numel, values, kind);
+    const int half = block / 2;
+    i64 begin = 8 * ((i64)blockIdx.x * THREADS + threadIdx.x);
+    // Decodes bytes of one block.
+    auto decode_some = [&](auto width, i64 byte) {
+        constexpr int WIDTH = width;
+        if (2 * byte >= numel) return;
+        i64 index = byte >> (31 - __clz(half)), first = byte + index * half;
+        u32 size = has_exponents ? scales[index] : ((const u32*)scales)[index];
+        if (has_exponents) size = size == 255u ? NAN_BITS : size << 23;
+        Words words = {};
+        if (takes(WIDTH, codes, BYTE)) {
+            words = load<WIDTH>(codes, byte, numel, BYTE);
         } else {
-            for (int k = 0; k < 4; ++k) store<1>(out, at + k, at + 4, {values[k]}, kind);
+            for (int k = 0; k < WIDTH; ++k) words.at[k / 4] |= (u32)codes[byte + k] << 8 * (k % 4);
         }
+#pragma unroll
+        for (int upper = 0; upper < 2; ++upper) {
+            float values[WIDTH];
+#pragma unroll
+            for (int k = 0; k < WIDTH; ++k) {
+                values[k] = mul_rn(table[raw_of(words, k, BYTE) >> 4 * upper & 15u], float_of_bits(size));
+            }
+            i64 at = blockIdx.y * numel + first + upper * half;
+            if (takes(WIDTH, (char*)out + at * size_of(kind), kind)) {
+                store(out, at, numel, values, kind);
+            } else {
+                for (int k = 0; k < WIDTH; ++k) store<1>(out, at + k, at + WIDTH, {values[k]}, kind);
+            }
+        }
+    };
+    if (half >= 8 && kind != FLOAT32) {
+        decode_some(Constant<8>(), begin);
+    } else {
+        for (int part = 0; part < 2; ++part) decode_some(Constant<4>(), begin + 4 * part);
     }
 }

@@ -1,4 +1,4 @@
-"""The kernels of `device_kernels.cu` on a CUDA device: compiled once per process, launched on torch's current stream.
+"""The kernels of `device_kernels.cu` on a CUDA device: compiled as they are used, launched on torch's current stream.
 
 The rest of the package gets them from `kernels_for`; if it returns None, as it does without CuPy, callers use torch
 operations with the same bits. `DeviceKernels.launch` launches all kernels; its arguments list the tensors that they
@@ -10,7 +10,6 @@ A launch allocates no memory and does not wait for the device.
 from __future__ import annotations
 
 import logging
-import re
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,18 +36,8 @@ _THREADS = 256  # threads per block: THREADS in the source
 _ITEMS = 4  # elements per thread of an update: ITEMS in the source
 _WARPS = _THREADS // 32
 _MAX_BLOCKS = 1024  # maximum for a reduction, each of whose blocks ends in an atomic operation on one word
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_KINDS = {torch.float32: np.int32(0), torch.bfloat16: np.int32(1), torch.float16: np.int32(2)}
 _STRUCTURE = np.dtype(("V", 8 * MANY))  # `Tensors` or `Numels` in the source
-
-
-def kernel_names(source: str) -> list[str]:
-    """Returns the names of the kernels that a CUDA source defines.
-
-    Example:
-        >>> kernel_names('extern "C" __global__ void __launch_bounds__(256) adam(float* master) {}')
-        ['adam']
-    """
-    return re.findall(r"__global__ void (?:__launch_bounds__\(\w+\) )?(\w+)\(", source)
 
 
 class KernelRunner(Protocol):
@@ -109,19 +98,13 @@ class DeviceKernels:
             control: (2,) float32, see `step_control`; None to multiply gradients by the first scalar.
             scalars: the loop's scalars, starting with grad_scale.
         """
-        moment = next((_KINDS.get(tensor.dtype, 0) for tensor in state[1:] if tensor is not None), 0)
-        kinds = (_KINDS[grad.dtype], moment, 0 if out is None else _KINDS[out.dtype])
         numel = grad.numel()
         if numel == 0:
             return
-        arguments: list[Argument] = [*state, grad, out, control, *scalars, np.int64(numel), *_int32(*kinds)]
-        self.launch(
-            name,
-            arguments,
-            reads=[*state, grad, control],
-            writes=[*state, out],
-            blocks=-(-numel // (_THREADS * _ITEMS)),
-        )
+        moment = next((_KINDS.get(tensor.dtype) for tensor in state[1:] if tensor is not None), 0)
+        numbers = [*scalars, np.int64(numel), dtype_kind(grad), np.int32(moment or 0), dtype_kind(out)]
+        arguments, reads = [*state, grad, out, control, *numbers], [*state, grad, control]
+        self.launch(name, arguments, reads=reads, writes=[*state, out], blocks=update_blocks([numel]))
 
     def update_many(
         self,
@@ -160,28 +143,21 @@ class DeviceKernels:
 
     def max_abs_into(self, tensor: Tensor, largest: Tensor) -> None:
         """See `reductions.max_abs_into`."""
-        numel = tensor.numel()
-        arguments: list[Argument] = [tensor, largest, np.int64(numel), np.int32(_KINDS[tensor.dtype])]
-        self.launch("max_abs", arguments, reads=[tensor, largest], writes=[largest], blocks=_reduction_blocks(numel))
+        self._reduce("max_abs", tensor, [tensor, largest])
 
     def square_sums_into(self, tensor: Tensor, largest: Tensor, sums: Tensor) -> None:
         """See `reductions.square_sums_into`."""
-        numel = tensor.numel()
-        arguments: list[Argument] = [tensor, largest, sums, np.int64(numel), np.int32(_KINDS[tensor.dtype])]
-        blocks = _reduction_blocks(numel)
-        self.launch("square_sums", arguments, reads=[tensor, largest, sums], writes=[sums], blocks=blocks)
+        self._reduce("square_sums", tensor, [tensor, largest, sums])
+
+    def _reduce(self, name: str, tensor: Tensor, tensors: list[Tensor]) -> None:
+        numbers: list[Argument] = [np.int64(tensor.numel()), dtype_kind(tensor)]
+        blocks = min(update_blocks([tensor.numel()]), _MAX_BLOCKS)
+        self.launch(name, [*tensors, *numbers], reads=tensors, writes=tensors[-1:], blocks=blocks)
 
     def write_facts(self, largest: Tensor, history: int, settings: int, stop: bool, order: int, facts: Tensor) -> None:
         """See `step_control.write_facts`."""
-        arguments: list[Argument] = [
-            largest,
-            np.int64(history),
-            np.int64(settings),
-            np.int32(stop),
-            np.int64(order),
-            facts,
-        ]
-        self.launch("write_facts", arguments, reads=[largest], writes=[facts], blocks=1)
+        numbers: list[Argument] = [np.int64(history), np.int64(settings), np.int32(stop), np.int64(order)]
+        self.launch("write_facts", [largest, *numbers, facts], reads=[largest], writes=[facts], blocks=1)
 
     def largest_of_facts(self, facts: Tensor, largest: Tensor) -> None:
         """See `step_control.largest_of_facts`."""
@@ -198,15 +174,14 @@ class DeviceKernels:
         skip_overflow: bool,
     ) -> None:
         """See `step_control.finalize`; `factors` are scale, clipping and grad_factor."""
-        numbers: list[np.generic] = [*(np.float64(factor) for factor in factors), np.int32(skip_overflow)]
-        arguments: list[Argument] = [facts, sums, control, summary, *numbers]
-        self.launch("finalize", arguments, reads=[facts, sums], writes=[control, summary], blocks=1)
+        numbers: list[Argument] = [*(np.float64(factor) for factor in factors), np.int32(skip_overflow)]
+        tensors = [facts, sums, control, summary]
+        self.launch("finalize", [*tensors, *numbers], reads=tensors[:2], writes=tensors[2:], blocks=1)
 
     def mark_changed(self, before: Tensor, after: Tensor, bits: Tensor) -> None:
         """See `changed.mark_changed`."""
-        arguments: list[Argument] = [before, after, bits, np.int64(before.numel())]
-        blocks = -(-bits.numel() // _THREADS)
-        self.launch("mark_changed", arguments, reads=[before, after, bits], writes=[bits], blocks=blocks)
+        tensors, blocks = [before, after, bits], -(-bits.numel() // _THREADS)
+        self.launch("mark_changed", [*tensors, np.int64(before.numel())], reads=tensors, writes=[bits], blocks=blocks)
 
     # -- codes
 
@@ -229,9 +204,8 @@ class DeviceKernels:
         """
         numel = values.shape[1]
         if numel and codes.shape[0] > skip[1] - skip[0]:
-            numbers = _code_numbers(numel, codes, _KINDS[values.dtype], *code_format, *skip)
+            arguments = [values, order, codes, *_code_numbers(numel, codes, _KINDS[values.dtype], *code_format, *skip)]
             blocks, rows = _code_blocks(numel, code_format), codes.shape[0]
-            arguments = [values, order, codes, *numbers]
             self.launch("encode", arguments, reads=[values, order], writes=[codes], blocks=blocks, rows=rows)
 
     def decode(self, codes: Tensor, out: Tensor, code_format: tuple[int, int], *, adds: bool = False) -> None:
@@ -266,8 +240,8 @@ class DeviceKernels:
         assert numel % block_numel == 0, f"{numel} values are not whole blocks"
         if numel:
             numbers = _code_numbers(numel, code, codes_at, _KINDS[out.dtype], block_numel, has_exponents)
+            blocks = -(-numel // (16 * _THREADS))
             arguments = [code, out, levels, *numbers]
-            blocks = -(-numel // (8 * _THREADS))
             self.launch("decode_levels", arguments, reads=[code, levels], writes=[out], blocks=blocks, rows=rows)
 
     def sum_codes(
@@ -291,10 +265,9 @@ class DeviceKernels:
         """
         (ranks, rows, _), numel = codes.shape, totals.shape[1]
         if numel:
+            tensors, blocks = [codes, values, order, totals], _code_blocks(numel, code_format)
             numbers = _code_numbers(numel, codes, _KINDS[values.dtype], *code_format, ranks, own_row)
-            arguments = [codes, values, order, totals, *numbers]
-            blocks = _code_blocks(numel, code_format)
-            self.launch("sum_codes", arguments, reads=[codes, values, order], writes=[totals], blocks=blocks, rows=rows)
+            self.launch("sum_codes", [*tensors, *numbers], reads=tensors[:3], writes=[totals], blocks=blocks, rows=rows)
 
 
 def _value(argument: Argument) -> np.generic | np.ndarray[Any, Any] | None:
@@ -322,19 +295,11 @@ def update_blocks(numels: Sequence[int]) -> int:
 
 def dtype_kind(tensor: Tensor | None) -> np.int32:
     """Returns the number of a tensor's dtype as a kernel argument; 0 for None."""
-    return np.int32(0 if tensor is None else _KINDS[tensor.dtype])
+    return _KINDS[torch.float32 if tensor is None else tensor.dtype]
 
 
-def _int32(*numbers: int) -> list[np.int32]:
-    return [np.int32(number) for number in numbers]
-
-
-def _reduction_blocks(numel: int) -> int:
-    return max(1, min(-(-numel // (_THREADS * _ITEMS)), _MAX_BLOCKS))
-
-
-def _code_numbers(numel: int, codes: Tensor, *numbers: int) -> list[Argument]:
-    return [np.int64(numel), np.int64(codes.shape[-1]), *_int32(*numbers)]
+def _code_numbers(numel: int, codes: Tensor, *numbers: int | np.int32) -> list[Argument]:
+    return [np.int64(numel), np.int64(codes.shape[-1]), *(np.int32(number) for number in numbers)]
 
 
 def _code_blocks(numel: int, code_format: tuple[int, int]) -> int:
@@ -351,7 +316,7 @@ _lock = threading.Lock()
 def kernels_for(device: torch.device) -> DeviceKernels | None:
     """Returns the kernels on a device; None if they are not available, with the reason in the log, once.
 
-    Compiles at the first call for a device.
+    Compiles at the first call for a device, which shows whether CuPy can, the kernels that are the same for all dtypes.
     """
     if device.type != "cuda":
         return None
@@ -368,17 +333,15 @@ def compile_kernels(device: torch.device) -> DeviceKernels:
     Raises:
         KernelError: CuPy, its compiler or the driver is missing, or fails.
     """
-    if torch.version.hip:
-        raise KernelError("the kernels need CUDA, and this torch is built for ROCm")
-    if torch.version.cuda is None:
-        raise KernelError("this torch is built without CUDA")
+    if torch.version.hip or torch.version.cuda is None:
+        raise KernelError(f"this torch is built {'for ROCm' if torch.version.hip else 'without CUDA'}")
     try:
         torch.cuda.get_device_capability(device)
     except RuntimeError as error:  # no driver, or one that fails
         raise KernelError(str(error).partition("\n")[0]) from error
     cupy = open_cupy()
     source = SOURCE.read_text(encoding="utf-8")
-    return DeviceKernels(KernelModule(cupy, source, device, kernel_names(source)))
+    return DeviceKernels(KernelModule(cupy, source, device))
 
 
 def _compile(device: torch.device) -> DeviceKernels | None:

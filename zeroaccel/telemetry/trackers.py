@@ -80,6 +80,16 @@ class GeneralTracker:
         """Ends the run; nothing is logged afterwards."""
 
 
+class _Silent(GeneralTracker):
+    """Takes any call without effect: where no tracker runs, or one is switched off."""
+
+    def __getattribute__(self, name: str) -> Any:
+        return object.__getattribute__(self, name) if name.startswith("__") or name == "name" else self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> _Silent:
+        return self
+
+
 class TensorBoardTracker(GeneralTracker):
     """Event files under `logging_dir/run_name`.
 
@@ -379,6 +389,7 @@ class Trackers:
         self._is_main = is_main_process
         self._chosen: list[str | GeneralTracker] = [self._checked(item) for item in chosen]
         self._running: list[GeneralTracker] = []
+        self._is_begun = False
         # A TypeError is a mistake in the call, until a call has gone well; later it comes from a service's answer.
         self._mistakes: list[type[Exception]] = [TypeError, ZeroAccelError]
 
@@ -413,6 +424,7 @@ class Trackers:
                     self._running.append(item)
             elif self._is_main or not getattr(_BY_NAME[item], "main_process_only", True):
                 self._running.append(self._made(item, project_name, kwargs.get(item, {})))
+        self._is_begun = True
         for tracker in self._running:
             tracker.start()
             if config is not None:
@@ -433,7 +445,7 @@ class Trackers:
         return [item if isinstance(item, str) else item.name for item in self._chosen]
 
     def get(self, name: str, unwrap: bool = False) -> Any:
-        """Returns the tracker of that name, or its library's object; a tracker without effect on ranks that do not log.
+        """Returns the tracker of that name, or its library's object; one without effect where it does not run.
 
         Raises:
             UsageError: there is no tracker of that name.
@@ -442,8 +454,8 @@ class Trackers:
             if tracker.name == name:
                 return tracker.tracker if unwrap else tracker
         names = self._names
-        if name in names and not self._is_main:
-            return GeneralTracker()
+        if name in names and (self._is_begun or not self._is_main):
+            return _Silent()
         fix = "call init_trackers first" if name in names else "add it to Accelerator(log_with=...)"
         raise UsageError("get_tracker(name)", expected=f"one of the trackers {names}", got=name, fix=fix)
 
@@ -468,22 +480,18 @@ class Trackers:
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Logs images to every tracker that supports them."""
-        for tracker in self._running:
+        """Logs images to every tracker that supports them; one that fails is switched off, as in `log`."""
+
+        def call(tracker: GeneralTracker) -> None:
             if callable(log_images := getattr(tracker, "log_images", None)):
                 log_images(values, step=step, **dict((log_kwargs or {}).get(tracker.name, {})))
 
+        _each(self._running, "log images", call, *self._mistakes)
+
     def finish(self) -> None:
-        """Ends every tracker, even if one of them fails."""
-        running, self._running = self._running, []
-        failure: Exception | None = None
-        for tracker in running:
-            try:
-                tracker.finish()
-            except Exception as error:
-                failure = failure or error
-        if failure is not None:
-            raise failure
+        """Ends every tracker; the log names one that fails, because the training is complete."""
+        _each(self._running, "finish", lambda tracker: tracker.finish())
+        self._running, self._is_begun = [], False
 
     def _checked(self, item: str | GeneralTracker) -> str | GeneralTracker:
         where = "Accelerator(log_with)"

@@ -29,6 +29,15 @@ def test_a_resumed_script_reads_the_batches_that_would_have_come(processes: int,
     assert [name for name, equal in rows if not equal] == []
 
 
+def test_a_resumed_trainer_reads_the_batches_that_would_have_come(tmp_path: Path) -> None:
+    kinds = ("shuffled", "workers", "stream")
+    rows = _rows(run_job(2, "tests/multi/compat/resumed_trainer.py", [tmp_path, *kinds], timeout=120))
+    assert sorted(kind for kind, *_ in rows) == sorted(2 * kinds)
+    for kind, equal, rest, again, _ in rows:
+        assert equal, (kind, rest, again)
+        assert len(again) == (17 if kind == "stream" else 20)
+
+
 @pytest.mark.parametrize(("before", "after", "skip"), [(2, 1, 8), (1, 2, 2)])
 def test_another_number_of_ranks_continues_at_the_batch_that_the_warning_names(
     before: int, after: int, skip: int, tmp_path: Path

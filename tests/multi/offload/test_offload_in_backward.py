@@ -14,6 +14,7 @@ import torch
 
 import zeroaccel
 import zeroaccel.zero
+from tests.support.checkpoint_runs import train as train_steps
 from tests.support.pool import Ranks
 from tests.support.refusals import message
 from tests.support.training import ADAMW, SGD, Run, Toy, batches, config, differences, finished, offloaded
@@ -236,24 +237,14 @@ def test_changes_after_the_backward_count(ranks: Ranks, tmp_path: Path, world: i
 def _loaded(settings: dict[str, Any], root: Path) -> list[list[float]]:
     engine = _make(settings)
     tokens = batches(engine.collectives.rank, 8)
-    losses = [_steps(engine, tokens[:3])]
+    losses = [train_steps(engine, tokens[:3])]
     engine.save_checkpoint(root, tag="three")
-    losses.append(_steps(engine, tokens[3:6]))
+    losses.append(train_steps(engine, tokens[3:6]))
     engine.backward(engine(tokens[7]))
     engine.load_checkpoint(root, tag="three")
-    losses.append(_steps(engine, tokens[3:6]))
+    losses.append(train_steps(engine, tokens[3:6]))
     engine.backward(engine(tokens[7]))
     engine.destroy()
-    return losses
-
-
-def _steps(engine: Engine, tokens: list[Any]) -> list[float]:
-    losses = []
-    for batch in tokens:
-        loss = engine(batch)
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss.item()))
     return losses
 
 
@@ -284,7 +275,7 @@ def _failed(settings: dict[str, Any]) -> tuple[list[float], int, int]:
 
     if last:
         engine.optimizer.step_shard = fail  # type: ignore[method-assign]
-    losses = _steps(engine, batches(engine.collectives.rank, 4))
+    losses = train_steps(engine, batches(engine.collectives.rank, 4))
     kept, early_numel = optimizer.kept_numel, optimizer.early_numel
     engine.destroy()
     return losses, early_numel, kept
@@ -307,10 +298,10 @@ def _dropped_often(settings: dict[str, Any], steps: int) -> tuple[list[float], l
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
     try:
-        losses = _steps(engine, batches(engine.collectives.rank, steps))
+        losses = train_steps(engine, batches(engine.collectives.rank, steps))
         early, nbytes = optimizer.early_numel, optimizer.spare_nbytes
         engine.settings = replace(engine.settings, clipping=1e9)
-        losses += _steps(engine, batches(engine.collectives.rank, steps))
+        losses += train_steps(engine, batches(engine.collectives.rank, steps))
     finally:
         logger.removeHandler(handler)
     continued = optimizer.kept_numel > 0

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import zeroaccel
 import zeroaccel.zero
+from tests.support.checkpoint_runs import train as train_steps
 from tests.support.pool import Ranks
 from tests.support.refusals import message
 from tests.support.training import ADAMW, SGD, Run, Toy, batches, config, differences, finished, offloaded
@@ -186,23 +187,13 @@ def test_calls_before_the_forward_see_the_new_weights(
 def _resumed(settings: dict[str, Any], root: Path) -> tuple[list[float], list[float]]:
     engine = _make(settings)
     tokens = batches(engine.collectives.rank, 6)
-    _steps(engine, tokens[:3])
+    train_steps(engine, tokens[:3])
     engine.save_checkpoint(root, tag="three")
-    losses = _steps(engine, tokens[3:])
+    losses = train_steps(engine, tokens[3:])
     engine.load_checkpoint(root, tag="three")
-    again = _steps(engine, tokens[3:])
+    again = train_steps(engine, tokens[3:])
     engine.destroy()
     return losses, again
-
-
-def _steps(engine: Engine, tokens: list[Tensor]) -> list[float]:
-    losses = []
-    for batch in tokens:
-        loss = engine(batch)
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss.item()))
-    return losses
 
 
 @pytest.mark.parametrize(("world", "stage", "states"), [(1, 2, "cpu"), (2, 3, "nvme")])
@@ -221,9 +212,9 @@ def test_a_checkpoint_has_the_whole_update(ranks: Ranks, tmp_path: Path, world: 
 def _failed(settings: dict[str, Any], root: Path, call: str) -> dict[str, Any]:
     engine = _make(settings)
     tokens = batches(engine.collectives.rank, 6)
-    _steps(engine, tokens[:2])
+    train_steps(engine, tokens[:2])
     engine.save_checkpoint(root, tag="two")
-    expected = _steps(engine, tokens[2:4])
+    expected = train_steps(engine, tokens[2:4])
     engine.finish_update()
     step_shard, fails = engine.optimizer.step_shard, [True]
 
@@ -234,7 +225,7 @@ def _failed(settings: dict[str, Any], root: Path, call: str) -> dict[str, Any]:
 
     if engine.collectives.rank == engine.collectives.world_size - 1:
         engine.optimizer.step_shard = fail
-    _steps(engine, tokens[4:5])
+    train_steps(engine, tokens[4:5])
     calls: dict[str, Callable[[], Any]] = {
         "forward": lambda: engine(tokens[5]),
         "save": lambda: engine.save_checkpoint(root, tag="half"),
@@ -244,7 +235,7 @@ def _failed(settings: dict[str, Any], root: Path, call: str) -> dict[str, Any]:
     fails[0] = False
     then = [message(EngineStateError, engine, tokens[5]), message(EngineStateError, engine, tokens[5])]
     engine.load_checkpoint(root, tag="two")
-    again = _steps(engine, tokens[2:4])
+    again = train_steps(engine, tokens[2:4])
     engine.destroy()
     return {"said": said, "then": then, "same": again == expected, "saved": sorted(p.name for p in root.glob("*"))}
 

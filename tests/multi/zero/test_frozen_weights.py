@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroaccel
+from tests.support.checkpoint_runs import train as train_steps
 from tests.support.pool import Ranks
 from tests.support.refusals import refused
-from tests.support.training import config, plain_step, recording, train_step
+from tests.support.training import config, plain_step, recording
 from zeroaccel.comm.level_codes import FORMATS, decode, encode
 from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.zero.layout import round_up
@@ -81,13 +82,6 @@ def _initialized(model: nn.Module, stage: int, optimizer: str, precision: str = 
     return zeroaccel.initialize(model, _trained(model, optimizer), config=settings)[0]
 
 
-def _steps(engine: Any, batches: list[Tensor]) -> list[float]:
-    losses = []
-    for tokens in batches:
-        losses.append(train_step(engine, engine(tokens)))
-    return losses
-
-
 def _rounded(model: nn.Module, name: str) -> dict[str, Tensor]:
     """Replaces the weights that the engine quantizes by their decoded codes; returns them by name."""
     codec, values = FORMATS[name], {}
@@ -133,7 +127,7 @@ def _run(name: str, optimizer: str, precision: str, folder: str) -> dict[str, tu
     for place, (stage, changes) in _places(folder).items():
         model = Model()
         engine = _initialized(model, stage, optimizer, precision, frozen_weights=name, **changes)
-        losses = _steps(engine, _batches())
+        losses = train_steps(engine, _batches())
         engine.destroy()
         found[place] = losses, {fqn: param.detach().clone() for fqn, param in model.named_parameters()}
     return found
@@ -162,7 +156,7 @@ def _recomputed(name: str, recomputes: str) -> list[list[float]]:
     results = []
     for stage, changes in ((0, SMALL), (3, {}), (3, SMALL)):
         engine = _initialized(Model(recomputes), stage, "SGD", frozen_weights=name, **changes)
-        results.append(_steps(engine, _batches()))
+        results.append(train_steps(engine, _batches()))
         engine.destroy()
     return results
 
@@ -184,7 +178,7 @@ def _memory_and_traffic(name: str, stage: int) -> tuple[int, list[tuple[str, int
     assert not any(buffer.full.untyped_storage().nbytes() for buffer in codes)
     nbytes = sum(tensor.nbytes for buffer in codes for tensor in buffer.shard_tensors())
     counted.reset()
-    _steps(engine, _batches(1))
+    train_steps(engine, _batches(1))
     calls = [(call.label, call.nbytes) for call in counted.calls if call.label.startswith("unshard codes")]
     engine.destroy()
     return nbytes, calls
@@ -213,7 +207,7 @@ def _second_copies(name: str) -> list[tuple[list[float], int, int]]:
         model, counted = Model(), recording()
         settings = config(3, "bf16", frozen_weights=name, optimizer=None, **SMALL, **changes)
         engine, *_ = zeroaccel.initialize(model, _trained(model, "SGD"), config=settings, collectives=counted)
-        losses = _steps(engine, _batches())
+        losses = train_steps(engine, _batches())
         engine.backward(engine(_batches()[0]))
         codes = [buffer for unit in engine.units for buffer in unit.buffers if unit.name.startswith("codes of ")]
         copies = sum(part.nbytes for buffer in codes for part in buffer.shard.secondary.tensors())
@@ -242,9 +236,9 @@ def test_second_copies_hold_codes(ranks: Ranks, name: str) -> None:
 
 def _saved(folder: str, saves: tuple[int, str | None], resumes: list[tuple[int, str | None]]) -> list[list[float]]:
     engine = _initialized(Model(), saves[0], "AdamW", frozen_weights=saves[1])
-    _steps(engine, _batches()[:2])
+    train_steps(engine, _batches()[:2])
     engine.save_checkpoint(folder)
-    results = [_steps(engine, _batches()[2:])]
+    results = [train_steps(engine, _batches()[2:])]
     engine.destroy()
     for stage, name in resumes:
         model = Model()
@@ -253,7 +247,7 @@ def _saved(folder: str, saves: tuple[int, str | None], resumes: list[tuple[int, 
                 param.add_(1.0)  # loading must replace these values
         engine = _initialized(model, stage, "AdamW", frozen_weights=name)
         engine.load_checkpoint(folder)
-        results.append(_steps(engine, _batches()[2:]))
+        results.append(train_steps(engine, _batches()[2:]))
         engine.destroy()
     return results
 

@@ -17,6 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import zeroaccel
+from tests.support.checkpoint_runs import train as train_steps
 from tests.support.pool import Ranks
 from tests.support.refusals import message, refused
 from tests.support.training import plain_step, train_step
@@ -289,10 +290,6 @@ def _load(model: nn.Module, folder: Path) -> None:
     engine.destroy()
 
 
-def _steps(engine: Any, batches: list[Tensor]) -> list[float]:
-    return [train_step(engine, engine(inputs)) for inputs in batches]
-
-
 def _plain(model: nn.Module, optimizer: str) -> list[float]:
     trained = _optimizer(model, optimizer)
     return [plain_step(trained, model(inputs)) for inputs in _inputs()]
@@ -308,7 +305,7 @@ def _losses(kind: str, folder: str) -> dict[tuple[Any, ...], tuple[list[float], 
             places += [(3, {"offload_param": {"device": "nvme", "nvme_path": folder}})]
         for stage, zero in places:
             engine = _initialized(Model(kind, recomputes), stage, optimizer, **zero)
-            losses = _steps(engine, _inputs())
+            losses = train_steps(engine, _inputs())
             nbytes = engine.model_state_nbytes()["params"]
             engine.destroy()
             found[recomputes, stage, str(zero)] = losses, expected, nbytes
@@ -351,7 +348,7 @@ def _built_sharded(kind: str) -> tuple[tuple[int, int], list[float]]:
         model = Model(kind, "")
     nbytes = _codes_here(model.parameters())
     engine = _initialized(model, 3, "SGD")
-    losses = _steps(engine, _inputs())
+    losses = train_steps(engine, _inputs())
     engine.destroy()
     return nbytes, losses
 
@@ -420,7 +417,7 @@ def _evaluated_first(stages: tuple[int, ...]) -> list[list[float]]:
     for stage in stages:
         model = Model("nf4", "").eval()
         engine = _initialized(model, stage, "SGD")
-        losses = _steps(engine, _inputs())
+        losses = train_steps(engine, _inputs())
         engine.destroy()
         results.append(losses)
     return results
@@ -470,15 +467,15 @@ def _bits(value: Tensor) -> list[int]:
 
 def _saved(kind: str, folder: str) -> tuple[list[float], list[float], list[str], bool]:
     engine = _initialized(Model(kind, ""), 3, "AdamW")
-    _steps(engine, _inputs()[:2])
+    train_steps(engine, _inputs()[:2])
     engine.save_checkpoint(folder)
     state = engine.consolidated_state_dict()
-    losses = _steps(engine, _inputs()[2:])
+    losses = train_steps(engine, _inputs()[2:])
     engine.destroy()
     model = Model(kind, "")
     other = _initialized(model, 0, "AdamW")
     other.load_checkpoint(folder)
-    resumed = _steps(other, _inputs()[2:])
+    resumed = train_steps(other, _inputs()[2:])
     other.destroy()
     names, same = list(model.state_dict()), True
     if state is not None:
@@ -569,15 +566,15 @@ class Experts(nn.Module):
 def _experts(kind: str, folder: str) -> tuple[list[float], list[float], list[float], int]:
     engine = _initialized(Experts(kind, 1), 3, "AdamW")
     nbytes = engine.model_state_nbytes()["params"]
-    losses = _steps(engine, _inputs()[:2])
+    losses = train_steps(engine, _inputs()[:2])
     engine.save_checkpoint(folder)
-    losses += _steps(engine, _inputs()[2:])
+    losses += train_steps(engine, _inputs()[2:])
     engine.destroy()
     resumed = []
     for stage in (0, 3):
         engine = _initialized(Experts(kind, 2), stage, "AdamW")  # with other codes, scales and offsets
         engine.load_checkpoint(folder)
-        resumed.append(_steps(engine, _inputs()[2:]))
+        resumed.append(train_steps(engine, _inputs()[2:]))
         engine.destroy()
     return losses, *resumed, nbytes
 
@@ -740,14 +737,14 @@ def _loaded(kind: str, file: str) -> tuple[list[float], list[float], list[float]
         torch.save(state, file)
     torch.distributed.barrier()
     state = torch.load(file, weights_only=False)
-    losses = [_steps(engine, _inputs())]
+    losses = [train_steps(engine, _inputs())]
     engine.destroy()
     for stage in (0, 3):
         model = Model(kind, "")
         _replace_base(model, kind)
         engine = _initialized(model, stage, "SGD")
         engine.load_state_dict(state)
-        losses.append(_steps(engine, _inputs()))
+        losses.append(train_steps(engine, _inputs()))
         engine.destroy()
         weight = model.blocks[0].base.weight
         assert not any(isinstance(getattr(owner, name), nn.Parameter) for _, owner, name in inner_tensors(weight))

@@ -74,7 +74,7 @@ def test_other_processes_write_nothing_and_need_not_ask(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     blank = trackers.get("tensorboard")
     blank.log({"loss": 1.0}, step=1)
-    assert blank.tracker is None
+    blank.tracker.add_scalar("loss", 1.0, global_step=1)
     assert trackers.get("notes").calls == [{"lr": 0.1}, ({"loss": 1.0}, None, {})]
 
 
@@ -180,9 +180,38 @@ def test_all_trackers_finish_if_one_fails() -> None:
     notes = Notes()
     trackers = Trackers([Broken(), notes], None, is_main_process=True)
     trackers.init("run")
-    with pytest.raises(OSError, match="no connection"):
+    with log_lines() as lines:
         trackers.finish()
+    assert lines == ["Broken failed to finish and is switched off for this run"]
     assert notes.calls == ["finish"]
+    assert len(trackers) == 0
+
+
+def test_images_that_a_tracker_cannot_take_switch_it_off_and_later_calls_have_no_effect() -> None:
+    class Images(Notes):
+        name = "images"
+
+        def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+            if step:
+                raise OSError("disk is full")
+
+    failing, notes = Images(), Notes()
+    trackers = Trackers([failing, notes], None, is_main_process=True)
+    trackers.init("run")
+    trackers.log({"loss": 1.0}, step=0)
+    trackers.log_images({"a": []}, step=0)
+    assert trackers.get("images") is failing
+    with log_lines() as lines:
+        trackers.log_images({"a": []}, step=1)
+        trackers.log_images({"a": []}, step=2)
+    assert lines == ["Images failed to log images and is switched off for this run"]
+    trackers.get("images").log_table("rows", columns=["a"], data=[[1]])
+    trackers.get("images", unwrap=True).config.update({"lr": 0.1})
+    trackers.get("images").tracker.log({"a": 1})
+    assert [tracker.name for tracker in trackers] == [notes.name]
+    trackers.finish()
+    with pytest.raises(UsageError, match="call init_trackers first"):
+        trackers.get("images")
 
 
 def test_wandb_gets_configs_values_images_and_tables(monkeypatch: pytest.MonkeyPatch) -> None:

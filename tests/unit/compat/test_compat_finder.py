@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from packaging.version import parse
 from tests import time_limits
 from tests.support.environment import ROOT
 from tests.support.job import run_command
+from tests.support.log_lines import log_lines
 from zeroaccel import compat
+from zeroaccel.compat import finder
 from zeroaccel.compat.deepspeed_config import from_library, read
 from zeroaccel.compat.finder import inherited_environment
 from zeroaccel.compat.surface import ABSENT, SURFACE
@@ -283,3 +286,26 @@ def test_quantized_bases_of_transformers_are_loaded_within_zero_init(tmp_path: P
     environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     run = run_command([sys.executable, script], env=environment, fresh=True)
     assert run.stdout.split() == ["1", "1", "0", "0", "0", "0"], run.stderr
+
+
+@pytest.mark.parametrize(("version", "named"), [("1.14.0", ["part.Kind.gone", "part.Lost.call"]), ("1.15.2", None)])
+def test_a_part_of_a_library_that_moved_is_named_and_the_others_are_replaced(
+    version: str, named: list[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "part.py").write_text("class Kind:\n    def call(self):\n        return 1\n")
+    rows = [
+        ("Kind", "gone", None),
+        ("Lost", "call", None),
+        ("", "newer", None),
+        ("Kind", "call", lambda old: lambda _: 2),
+    ]
+    monkeypatch.setitem(finder._PATCHED, "part", rows)  # type: ignore[arg-type]
+    monkeypatch.setitem(finder._NOT_BEFORE, "newer", "1.15")
+    monkeypatch.setattr(finder, "version", lambda library: version)
+    module = ModuleType("part")
+    with log_lines() as lines:
+        finder._PatchingLoader("part", str(tmp_path / "part.py")).exec_module(module)
+    assert module.Kind().call() == 2
+    found = [line.split("expected ")[1].split(",")[0] for line in lines]
+    assert found == (named or ["part.Kind.gone", "part.Lost.call", "part.newer"])
+    assert all(line.startswith(f"part {version}: ") and "docs/releases.md" in line for line in lines)

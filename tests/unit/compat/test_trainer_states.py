@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.log_lines import log_lines
 from zeroaccel.accelerate.memory_states import MemoryStates
 from zeroaccel.accelerate.peer_copies import FoundState
 from zeroaccel.compat import trainer_states
@@ -88,3 +89,19 @@ def test_the_section_of_the_config_asks_for_states(document: dict[str, Any], int
     trainer = SimpleNamespace(accelerator=SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin)))
     settings = trainer_states._settings(trainer)
     assert (settings and settings.interval) == interval
+
+
+@pytest.mark.parametrize(
+    ("saved", "ranks", "rank", "warns"), [(2, 1, 0, True), (1, 2, 0, True), (1, 2, 1, False), (2, 2, 0, False)]
+)
+def test_a_resume_on_another_number_of_processes_is_named(
+    saved: int, ranks: int, rank: int, warns: bool, tmp_path: Path
+) -> None:
+    for name in [f"rng_state_{place}.pth" for place in range(saved)] if saved > 1 else ["rng_state.pth"]:
+        (tmp_path / name).touch()
+    engine = SimpleNamespace(collectives=SimpleNamespace(job=SimpleNamespace(world_size=ranks, rank=rank)))
+    load = trainer_states.naming_ranks(lambda engine, path, load_module_strict=True: (path, load_module_strict))
+    with log_lines() as lines:
+        assert load(engine, tmp_path, load_module_strict=False) == (tmp_path, False)
+    expected = f"expected {saved} processes, as it was saved on, got {ranks}: Trainer skips the same number of steps"
+    assert [expected in line for line in lines] == [True] * warns

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.environment import ROOT
+from tests.unit.house.house_rules import sources
 from zeroaccel.config import load_config, support
 from zeroaccel.config.schema import Config
 from zeroaccel.config.section import ConfigSection, field_paths, nested_section
@@ -84,8 +84,7 @@ def test_every_line_of_the_table_is_a_field() -> None:
 
 def test_every_key_that_works_is_read_somewhere() -> None:
     """The code reads every key that the table lists as working. Keys with the same last name count as one."""
-    files = [path for folder in ("zeroaccel", "cli") for path in (ROOT / folder).rglob("*.py")]
-    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
+    nodes = [node for source in sources("zeroaccel", "cli").values() for node in source.nodes]
     read = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
     working = {name.rpartition(".")[2] for name, status in KEYS.items() if status.kind is Kind.WORKS}
     assert working - read == _READ_FROM_THE_TREE

@@ -64,7 +64,7 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "checkpoint": 7008,
     "cli": 7349,
     "comm": 3883,
-    "compat": 4304,
+    "compat": 4343,
     "config": 4583,
     "data": 1005,
     "estimate": 2145,
@@ -74,7 +74,7 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "parallel": 4592,
     "rollout": 1207,
     "setup": 1483,
-    "telemetry": 1588,
+    "telemetry": 1589,
     "utils": 57,
     "zero": 9950,
 }
@@ -269,11 +269,15 @@ class Source:
         return f"{self.path}:{line}: {complaint}"
 
 
-@cache
 def sources(*folders: str) -> Mapping[str, Source]:
     """Returns the Python files of folders by path; the tests of a process share them, and so what they parse."""
     paths = (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py")))
-    return {name: Source(name, path.read_text()) for path in paths for name in [path.relative_to(ROOT).as_posix()]}
+    return {name: _source(name) for path in paths for name in [path.relative_to(ROOT).as_posix()]}
+
+
+@cache
+def _source(name: str) -> Source:
+    return Source(name, (ROOT / name).read_text())
 
 
 Rule = Callable[[Mapping[str, Source]], Iterable[str]]  # from files by module name (or path) to "path:line: complaint"

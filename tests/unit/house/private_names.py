@@ -56,7 +56,7 @@ PRIVATE: Mapping[str, str] = {
     "PreTrainedConfig._name_or_path",
     "transformers.core_model_loading": "WeightTransform._original_source_patterns "
     "WeightTransform._original_target_patterns convert_and_load_state_dict_in_model set_param_for_module tqdm",
-    "transformers.integrations.deepspeed": "deepspeed_config is_deepspeed_zero3_enabled",
+    "transformers.integrations.deepspeed": "deepspeed_config deepspeed_load_checkpoint is_deepspeed_zero3_enabled",
     "transformers.integrations.mxfp4": "FP4_VALUES _convert_moe_packed_tensors",
     "transformers.masking_utils": "ALL_MASK_ATTENTION_FUNCTIONS TransformGetItemToIndex _vmap_expansion_sdpa",
     "transformers.modeling_utils": "ALL_ATTENTION_FUNCTIONS PreTrainedModel._from_config "

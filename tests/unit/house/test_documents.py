@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
-from pathlib import Path
 
 import pytest
 
 from tests.support.scripts import load_script
 from tests.unit.house.documents import ROOT, Document, absent, denials, documents, unsourced
+from tests.unit.house.house_rules import sources
 
 
 @pytest.mark.parametrize("document", documents(), ids=lambda document: document.path)
@@ -68,10 +68,10 @@ def test_a_figure_is_in_a_results_file_of_its_section() -> None:
 
 def test_no_docstring_denies_an_axis_of_the_mesh() -> None:
     found = []
-    for path in sorted((ROOT / "zeroaccel").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for source in sources("zeroaccel").values():
+        for node in source.nodes:
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                found += [f"{_place(path, node)}: {denial}" for denial in denials(ast.get_docstring(node) or "")]
+                found += [source.at(node, denial) for denial in denials(ast.get_docstring(node) or "")]
     assert found == []
     assert list(denials("The loader as it is: sequences are not\nsplit over processes."))
     assert list(denials("0: every process has all layers."))
@@ -141,7 +141,3 @@ def test_quoted_code_is_as_in_the_tree() -> None:
     )
     assert quoted.quotation("zeroaccel/initialization.py", "start").startswith("@names_ranks\ndef start(")
     assert "Raises:" not in quoted.quotation("zeroaccel/initialization.py", "start")
-
-
-def _place(path: Path, node: ast.AST) -> str:
-    return f"{path.relative_to(ROOT)}:{getattr(node, 'name', 'module')}"

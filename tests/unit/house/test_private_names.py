@@ -101,16 +101,38 @@ def test_the_table_has_all_that_the_import_finder_replaces() -> None:
     assert [f"{module}: {name}" for module, name in replaced if name not in PRIVATE.get(module, "").split()] == []
 
 
-@pytest.mark.parametrize("module", PRIVATE)
-def test_the_installed_version_has(module: str) -> None:
-    library = pytest.importorskip(module.partition(".")[0])
-    owner: object = library
+def _gone(module: str, names: str) -> list[str]:
+    """Returns the names that the installed version of the module lacks."""
+    owner: object = import_module(module.partition(".")[0])
     for place, part in enumerate(module.split(".")[1:], start=2):
         owner = getattr(owner, part, None) or import_module(".".join(module.split(".")[:place]))
     gone = []
-    for name in PRIVATE[module].split():
+    for name in names.split():
         outer, _, last = name.rpartition(".")
         kind = getattr(owner, outer, None) if outer else owner
         if not (kind is not None and _has(kind, last)) and last not in SINCE:
             gone.append(name)
+    return gone
+
+
+@pytest.mark.parametrize("module", PRIVATE)
+def test_the_installed_version_has(module: str) -> None:
+    library = pytest.importorskip(module.partition(".")[0])
+    gone = _gone(module, PRIVATE[module])
     assert gone == [], f"{module} of {library.__name__} {library.__version__} lacks them"
+
+
+@pytest.mark.parametrize(
+    ("module", "owner", "name"),
+    [
+        ("torch.distributed.distributed_c10d", "", "_get_default_store"),
+        ("torch.distributed.elastic.multiprocessing.subprocess_handler", "SubprocessHandler", "_popen"),
+    ],
+)
+def test_a_private_part_that_moved_is_found(
+    module: str, owner: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = import_module(module)
+    monkeypatch.delattr(getattr(place, owner) if owner else place, name)
+    monkeypatch.setattr(inspect, "getsource", lambda kind: "")
+    assert _gone(module, f"{owner}.{name}".lstrip(".")) == [f"{owner}.{name}".lstrip(".")]

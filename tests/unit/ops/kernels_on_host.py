@@ -18,7 +18,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.cuda_model.fake_cupy import FakeCupy, Function, Launch, addresses
-from zeroaccel.ops.device_kernels import SOURCE, DeviceKernels, kernel_names
+from zeroaccel.ops.cupy_kernels import kernel_names
+from zeroaccel.ops.device_kernels import SOURCE, DeviceKernels
 
 _SHIM = Path(__file__).with_name("cuda_on_host.h")
 # No contraction, as on the device; -fwrapv, since integers of the codes are meant to wrap.
@@ -62,7 +63,7 @@ def host_kernels(architecture: int = 800) -> DeviceKernels:
 
 
 @functools.cache
-def host_library(architecture: int) -> ctypes.CDLL:
+def host_library(architecture: int, code: str = SOURCE.read_text(encoding="utf-8")) -> ctypes.CDLL:
     """Returns the library of compiled kernels; its function `launch` runs them."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
@@ -72,11 +73,12 @@ def host_library(architecture: int) -> ctypes.CDLL:
         calls = "\n".join(
             f'    if (!strcmp(name, "{name}")) {{ run_grid(Call<{name}>::run, blocks, rows, threads, arguments);'
             " return 1; }"
-            for name in kernel_names(SOURCE.read_text(encoding="utf-8"))
+            for name in kernel_names(code)
         )
         source = folder / "kernels.cpp"
+        (folder / SOURCE.name).write_text(code, encoding="utf-8")
         source.write_text(
-            f'#define __CUDA_ARCH__ {architecture}\n#include "{_SHIM}"\n#include "{SOURCE}"\n'
+            f'#define __CUDA_ARCH__ {architecture}\n#include "{_SHIM}"\n#include "{SOURCE.name}"\n'
             'extern "C" int launch(const char* name, int blocks, int rows, int threads, void** arguments) {\n'
             f"{calls}\n    return 0;\n}}\n"
         )

@@ -23,11 +23,13 @@ import torch
 
 from tests.cuda_model.fake_cupy import FakeCupy, Function, Launch
 from tests.support import nvrtc
-from tests.unit.ops.kernels_on_host import host_library, run_on_host
+from tests.unit.ops.kernels_on_host import host_kernels, host_library, run_on_host
+from tests.unit.ops.test_device_kernels import assert_same, random, spread
+from zeroaccel.comm import quantized
 from zeroaccel.logs import logger
 from zeroaccel.ops import Adam, cupy_kernels, device_kernels
-from zeroaccel.ops.cupy_kernels import OPTIONS, KernelError, KernelModule, open_cupy
-from zeroaccel.ops.device_kernels import MANY, SOURCE, DeviceKernels, kernel_names, kernels_for
+from zeroaccel.ops.cupy_kernels import OPTIONS, KernelError, KernelModule, kernel_names, open_cupy, with_constants
+from zeroaccel.ops.device_kernels import MANY, SOURCE, DeviceKernels, kernels_for
 
 CUDA = torch.device("cuda", 0)
 ARCHITECTURES = [80, 100, *(pytest.param(each, marks=pytest.mark.slow) for each in (70, 75, 86, 89, 90, 120))]
@@ -76,6 +78,10 @@ def test_the_options_that_cupy_adds_flush_subnormal_numbers_in_other_sources() -
     assert "add.rn.ftz.f32" in nvrtc.compile_ptx(plain, [*OPTIONS, *OF_CUPY])
 
 
+# Values of FIXED parameters: bf16, with fp32 moments, and int8 codes.
+CONSTANTS = {"adam": (1, 0, 1), "lion": (1, 0, 1), "encode": (1, 127, 512), "decode": (1, 127, 512, 0), "max_abs": (1,)}
+
+
 # -- launches
 
 
@@ -109,7 +115,7 @@ def test_launches_use_torchs_stream_and_device(thread_device: int, current: list
         seen.append((launch.name, launch.block, launch.stream, current[0]))
         run_on_host(host_library(800), launch)
 
-    kernels = DeviceKernels(KernelModule(FakeCupy(run), SOURCE.read_text(), DEVICE, kernel_names(SOURCE.read_text())))
+    kernels = DeviceKernels(KernelModule(FakeCupy(run), SOURCE.read_text(), DEVICE))
     values, largest = torch.tensor([1.0, -4.0, 2.0]), torch.zeros(1, dtype=torch.int32)
     kernels.max_abs_into(values, largest)
     assert largest.view(torch.float32).item() == 4.0
@@ -131,45 +137,113 @@ def test_launches_use_torchs_stream_and_device(thread_device: int, current: list
 
 
 @pytest.mark.parametrize(
-    ("fails", "names", "said", "fix"),
+    ("fails", "said", "fix"),
     [
-        ({"compile": RuntimeError("kernels.cu(2): error")}, ["adam"], r"on cuda:3: RuntimeError: kernels.cu\(2\)", ""),
+        ({"compile": RuntimeError("kernels.cu(2): error")}, r"on cuda:3: RuntimeError: kernels.cu\(2\)", ""),
         (
             {"compile": RuntimeError('Failure finding "libnvrtc.so.13 or libnvrtc.so.12"')},
-            ["adam"],
             "Failure finding",
             "CuPy finds no compiler: pip install 'cupy-cuda13x[ctk]'",
         ),
         (
             {"compile": RuntimeError("CUDA_ERROR_UNSUPPORTED_PTX_VERSION: too new")},
-            ["adam"],
             "UNSUPPORTED_PTX_VERSION",
             "the driver is too old for CUDA 13.0: update it",
         ),
         (
             {"compile": PermissionError(13, "Permission denied", "/cache/ab.cubin")},
-            ["adam"],
             "Permission denied: '/cache/ab.cubin'",
             "set CUPY_CACHE_DIR to a folder that only you can write to",
         ),
-        ({}, ["adam", "missing"], "CUDA_ERROR_NOT_FOUND: named symbol not found", ""),
-        ({"launch": RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")}, None, "max_abs on cuda:3: RuntimeError: CUDA_E", ""),
+        (
+            {"max_abs": RuntimeError("CUDA_ERROR_NOT_FOUND: named symbol")},
+            "on cuda:3: RuntimeError: CUDA_ERROR_NOT",
+            "",
+        ),
+        ({"launch": RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")}, "max_abs on cuda:3: RuntimeError: CUDA_E", ""),
     ],
 )
 @pytest.mark.usefixtures("current")
 def test_refusals_are_named_with_a_remedy(
-    fails: dict[str, Exception], names: list[str] | None, said: str, fix: str, monkeypatch: pytest.MonkeyPatch
+    fails: dict[str, Exception], said: str, fix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
 
     def load_and_launch() -> None:
-        module = KernelModule(FakeCupy(fails=fails), SOURCE.read_text(), DEVICE, names or ["max_abs"])
+        module = KernelModule(FakeCupy(fails=fails), SOURCE.read_text(), DEVICE)
         DeviceKernels(module).max_abs_into(torch.zeros(3), torch.zeros(1, dtype=torch.int32))
 
     with pytest.raises(KernelError, match=said) as raised:
         load_and_launch()
     assert raised.value.fix == fix
     assert str(raised.value).endswith(fix)
+
+
+def _adam(kernels: DeviceKernels) -> list[torch.Tensor]:
+    moments = torch.rand(2, 5003, generator=random(1)).bfloat16()
+    state, out = [torch.linspace(-1, 1, 5003), *moments.clone()], torch.zeros(5003).bfloat16()
+    scalars = [
+        np.float32(0.5),
+        np.uint32(7),
+        *(np.float32(value) for value in (0.9, 0.1, 0.1, 0.9, 0.1, 1, 1e-8, -0.1)),
+    ]
+    kernels.update("adam", state, torch.linspace(1, -2, 5003).bfloat16(), out, None, scalars)
+    return [*state, out]
+
+
+def _encode(kernels: DeviceKernels) -> list[torch.Tensor]:
+    codes = torch.full((3, quantized.INT8.nbytes(4000)), 7, dtype=torch.uint8)
+    kernels.encode(spread(12_000, 3).bfloat16().view(3, 4000), codes, quantized.INT8.format)
+    return [codes]
+
+
+def _decode(kernels: DeviceKernels) -> list[torch.Tensor]:
+    codes = torch.randint(0, 60, (2, quantized.INT4.nbytes(4000)), dtype=torch.uint8, generator=random(2))
+    out = torch.zeros(2, 4000)
+    kernels.decode(codes, out, quantized.INT4.format)
+    return [out]
+
+
+def _square_sums(kernels: DeviceKernels) -> list[torch.Tensor]:
+    values, largest, sums = spread(5003, 4).half(), torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+    kernels.max_abs_into(values, largest)
+    kernels.square_sums_into(values, largest, sums)
+    return [largest, sums]
+
+
+@pytest.mark.usefixtures("current")
+@pytest.mark.parametrize(
+    ("launch", "name", "constants"),
+    [
+        (_adam, "adam", "grad_kind = 1; moment_kind = 1; out_kind = 1;"),
+        (_encode, "encode", "kind = 1; levels = 127; block = 512;"),
+        (_decode, "decode", "kind = 0; levels = 7; block = 256; adds = 0;"),
+        (_square_sums, "square_sums", "kind = 2;"),
+    ],
+)
+def test_a_kernel_is_compiled_for_the_constants_of_its_launch(
+    launch: Callable[[DeviceKernels], list[torch.Tensor]], name: str, constants: str
+) -> None:
+    """Its source has this kernel alone, and it gives the bits of the whole file's."""
+    cupy = FakeCupy(lambda one: run_on_host(host_library(800, cupy.sources[-1]), one))
+    kernels = DeviceKernels(KernelModule(cupy, SOURCE.read_text(), DEVICE))
+    assert kernel_names(cupy.sources[0]) == ["mark_changed", "write_facts", "largest_of_facts", "finalize"]
+    assert_same(launch(kernels), launch(host_kernels()))
+    assert kernel_names(cupy.sources[-1]) == [name]
+    assert f"{{ {constants}" in cupy.sources[-1]
+    compiled = len(cupy.sources)
+    cupy.run = lambda one: None
+    launch(kernels)
+    assert len(cupy.sources) == compiled
+
+
+def test_the_compiler_drops_the_decisions_about_constants() -> None:
+    whole = nvrtc.compile_ptx(SOURCE.read_text(), [*OPTIONS, *OF_CUPY])
+    for name, values in CONSTANTS.items():
+        ptx = nvrtc.compile_ptx(with_constants(SOURCE.read_text(), {name: values}), [*OPTIONS, *OF_CUPY])
+        assert ptx.count(".entry") == 1
+        assert body_of(ptx, name).count(";") < 0.75 * body_of(whole, name).count(";")
+        assert "v4.u32" in body_of(ptx, name), "no access to 16 bytes at once"
 
 
 def test_the_stand_in_takes_what_cupy_takes() -> None:
@@ -321,7 +395,7 @@ def test_devices_are_compiled_for_once_each(
     assert kernels_for(torch.device("cuda", 1)) is second is not first
     assert messages() == []
     assert kernels_for(torch.device("cpu")) is None
-    assert cupy.compiled == 2
+    assert len(cupy.sources) == 2
 
 
 _ON_CPU = """

@@ -16,7 +16,8 @@ from tests.unit.ops.kernels_on_host import HostRunner, host_kernels
 from zeroaccel.comm import quantized
 from zeroaccel.comm.quantized import FP8, INT4, INT8, Codec, RowOrder
 from zeroaccel.ops import SGD, Adagrad, Adam, Lion, RMSprop, changed, reductions, shard_step, step_control
-from zeroaccel.ops.device_kernels import SOURCE, Argument, DeviceKernels, kernel_names
+from zeroaccel.ops.cupy_kernels import kernel_names
+from zeroaccel.ops.device_kernels import SOURCE, Argument, DeviceKernels
 from zeroaccel.ops.reductions import max_abs, norm_exponent, square_sums
 from zeroaccel.ops.shard_step import ShardOptimizer
 

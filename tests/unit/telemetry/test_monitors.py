@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.log_lines import log_lines
 from zeroaccel.config import Config, load_config
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.logs import logger
@@ -205,3 +206,21 @@ def test_a_failing_monitor_is_reported_and_left_out(monkeypatch: pytest.MonkeyPa
         monitors.close()
     assert good.calls[:2] == [({"a": 1.0}, 1), ({"a": 2.0}, 2)]
     assert said == [f"Recorder failed to write and is switched off for this run: {error}"]
+
+
+@pytest.mark.parametrize("method", ["log", "flush", "finish"])
+def test_each_call_of_a_monitor_may_fail_without_the_training(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise ConnectionError("the service is away")
+
+    bad, good = Recorder(), Recorder()
+    monkeypatch.setattr(bad, method, fail)
+    monitors = Monitors([bad, good])
+    with log_lines() as lines:
+        monitors.write([("a", 1.0, 1)])
+        monitors.flush()
+        monitors.write([("a", 2.0, 2)])
+        monitors.close()
+    verb = {"log": "write", "finish": "close"}.get(method, method)
+    assert lines == [f"Recorder failed to {verb} and is switched off for this run"]
+    assert [call for call in good.calls if isinstance(call, tuple)] == [({"a": 1.0}, 1), ({"a": 2.0}, 2)]
