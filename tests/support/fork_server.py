@@ -394,7 +394,9 @@ def _exit_code(exit_: SystemExit) -> int:
 
 def _fork_in_subprocess(origin: _Origin) -> None:
     """Makes `subprocess` in the forks fork if a fork can replace the new interpreter."""
-    execute = subprocess._fork_exec  # type: ignore[attr-defined]
+    if not hasattr(subprocess, "_fork_exec"):  # Python 3.10: programs of programs are new interpreters there
+        return
+    execute = subprocess._fork_exec
 
     def fork_exec(*arguments: Any) -> int:
         words, executables, closes_others, passed, folder, variables = arguments[:6]
@@ -419,7 +421,7 @@ def _fork_in_subprocess(origin: _Origin) -> None:
             _become(request, files, origin)
         return process
 
-    subprocess._fork_exec = fork_exec  # type: ignore[attr-defined]
+    subprocess._fork_exec = fork_exec
     # Python 3.13 would start most programs without `_fork_exec`.
     subprocess._USE_POSIX_SPAWN = False  # type: ignore[misc]
 
