@@ -173,9 +173,9 @@ def with_class(value: Any, owner: object, device: torch.device, where: str) -> A
     if name not in classes:
         expected = f"a class of {type(owner).__module__}: {', '.join(sorted(classes))}"
         raise CheckpointError(where, expected=expected, got=name, fix="resume with the optimizer of the checkpoint")
-    restored: Any = object.__new__(classes[name])
     attributes = to_device(attributes, device)
     try:
+        restored: Any = object.__new__(classes[name])
         for key, order in orders.items():
             inverse = sorted(range(len(order)), key=order.__getitem__)
             attributes[key] = attributes[key].permute(order).contiguous().permute(inverse)
