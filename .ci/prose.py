@@ -135,7 +135,7 @@ def _docstrings_and_messages(text: str, messages: bool) -> Iterator[tuple[int, s
     documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
-            parts = [part.value if isinstance(part, ast.Constant) else "CODE" for part in node.values]
+            parts = [piece.value if isinstance(piece, ast.Constant) else "CODE" for piece in node.values]
             prose = "".join(map(str, parts))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in pieces:
             prose = inspect.cleandoc(node.value) if id(node) in documentation else node.value

@@ -79,9 +79,9 @@ def main() -> None:
     ranks = init_process_group().all_ranks
     data = sequences(arguments.steps * arguments.batch_size * ranks.size)
     for balance in (None, "tokens"):
-        own = measured(data, arguments.batch_size, balance)
+        rank_steps = measured(data, arguments.batch_size, balance)
         of_ranks: list[Any] = [None] * ranks.size
-        torch.distributed.all_gather_object(of_ranks, own)
+        torch.distributed.all_gather_object(of_ranks, rank_steps)
         steps = [list(zip(*step, strict=True)) for step in zip(*of_ranks, strict=True)]
         spreads = [ranks.size * max(tokens) / sum(tokens) for tokens, _, _ in steps]
         padding = 1 - sum(sum(tokens) for tokens, _, _ in steps) / sum(sum(positions) for _, positions, _ in steps)

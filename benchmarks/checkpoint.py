@@ -60,9 +60,9 @@ def main() -> None:
         "loads": lambda: {count: start_ranks(options, count, "load") for count in options.loads},
         "convert": lambda: convert(options),
     }
-    for name, part in parts.items():
+    for name, measure in parts.items():
         if name in options.parts or name == "save":  # the others load its checkpoint
-            report[name] = part()
+            report[name] = measure()
             if name == "stall":
                 report[name]["share_of_save"] = report[name]["seconds"] / report["save"]["save_seconds"]
             report["load_average"] = os.getloadavg()[0]

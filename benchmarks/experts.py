@@ -126,7 +126,7 @@ def measure(name: str, regather: bool) -> None:
         step()
         seconds.append(time.perf_counter() - begun)
     after = resource.getrusage(resource.RUSAGE_SELF)
-    own = {
+    figures = {
         "seconds": statistics.median(seconds[WARM:]),
         "peak": (after.ru_maxrss - before.ru_maxrss) * 1024,
         "cpu": (after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime) / TIMED,
@@ -134,9 +134,9 @@ def measure(name: str, regather: bool) -> None:
         **gathers(),
     }
     of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, own)
+    dist.all_gather_object(of_ranks, figures)
     if dist.get_rank() == 0:
-        print(json.dumps({key: max(one[key] for one in of_ranks) for key in own}), flush=True)
+        print(json.dumps({key: max(one[key] for one in of_ranks) for key in figures}), flush=True)
     if name == "FSDP2":  # torch's gloo groups crash about one process in ten at exit; zeroaccel destroys its groups
         dist.barrier()
         os._exit(0)

@@ -52,20 +52,20 @@ def residual(numel: int, *, tiles: bool, **options: Any) -> Step:
     limit = numel if tiles else 1 << 20
     parts = [slice(start, min(start + limit, numel)) for start in range(0, numel, limit)]
     scratch = torch.empty(0 if tiles else limit)
-    values = [torch.zeros(()).expand(numel)] if tiles else [scratch[: part.stop - part.start] for part in parts]
+    values = [torch.zeros(()).expand(numel)] if tiles else [scratch[: span.stop - span.start] for span in parts]
     params = [torch.nn.Parameter(value) for value in values]
     optimizer = CPUAdam(params, **SETTINGS, **options)
     group = optimizer.param_groups[0]
 
     def step() -> None:
-        for part, param in zip(parts, params, strict=True):
-            new, rest, bits = weight[part], residuals[part], ties[part.start // 8 : -(-part.stop // 8)]
+        for span, param in zip(parts, params, strict=True):
+            new, rest, bits = weight[span], residuals[span], ties[span.start // 8 : -(-span.stop // 8)]
             if tiles:
                 cut = SplitMasters(new, rest, bits)
-                optimizer.step_shard(group, param, grad[part], grad_scale=SCALE, out=new, parts=cut)
+                optimizer.step_shard(group, param, grad[span], grad_scale=SCALE, out=new, parts=cut)
                 continue
             join(new, rest, bits, param.detach())
-            optimizer.step_shard(group, param, grad[part], grad_scale=SCALE, out=new)
+            optimizer.step_shard(group, param, grad[span], grad_scale=SCALE, out=new)
             split(param.detach(), rest, bits)
 
     return step

@@ -223,16 +223,16 @@ def main(
             nbytes = sum(file.stat().st_size for file in Path(made, kind).glob("*.safetensors"))
             for count in map(int, ranks.split(",")):
                 jobs = [{way: load(Path(made, kind), way, count) for way in ways} for _ in range(rounds)]
-                own = [each for job in jobs for each in job["ranges"]]
+                loads = [each for job in jobs for each in job["ranges"]]
                 row = {
-                    "job": sum(each["read"] for each in own) / rounds / nbytes,
-                    "rank": max(each["read"] for each in own) / nbytes * count,
-                    "memory": max(each["above"] for each in own),
+                    "job": sum(each["read"] for each in loads) / rounds / nbytes,
+                    "rank": max(each["read"] for each in loads) / nbytes * count,
+                    "memory": max(each["above"] for each in loads),
                 }
                 click.echo(
                     f"{kind}, {nbytes / 1e6:.0f} MB, {count} ranks: "
-                    f"{statistics.median(each['seconds'] for each in own):.2f} s; the job reads {row['job']:.3f} x the "
-                    f"files, a rank at most {row['rank']:.3f} / W; {row['memory'] / 1e6:.0f} MB above the shards"
+                    f"{statistics.median(each['seconds'] for each in loads):.2f} s; the job reads {row['job']:.3f} x "
+                    f"the files, a rank at most {row['rank']:.3f} / W; {row['memory'] / 1e6:.0f} MB above the shards"
                 )
                 if not alone:
                     times = [{way: max(each["seconds"] for each in job[way]) for way in ways} for job in jobs]

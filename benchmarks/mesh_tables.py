@@ -89,15 +89,15 @@ def alone(kind: str, optimizer: dict[str, Any], places: int) -> dict[str, Any]:
 
     model = build(kind)
     cls = torch.optim.AdamW if optimizer["type"] == "AdamW" else torch.optim.SGD
-    own = cls(model.parameters(), **optimizer["params"])
+    torch_optimizer = cls(model.parameters(), **optimizer["params"])
     data = [batches(place) for place in range(places)]
     run: dict[str, Any] = {"losses": [], "norms": []}
     for _ in range(STEPS):
         loss = torch.stack([model(**next(source)).loss for _ in range(MICRO_BATCHES) for source in data]).mean()
         loss.backward()
         run["norms"].append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPING).item())
-        own.step()
-        own.zero_grad()
+        torch_optimizer.step()
+        torch_optimizer.zero_grad()
         run["losses"].append(loss.item())
     return {**run, "weights": {name: param.detach() for name, param in model.named_parameters()}}
 
@@ -173,14 +173,14 @@ def resume_of_a_rank(kind: str, name: str, load: str, save: str) -> None:
     engine = _engine(kind, 2, {}, ADAMW, mesh, "bf16")
 
     def states() -> dict[str, Any]:
-        own = {}
+        values = {}
         for param_name, param in engine.module.named_parameters():
-            own[param_name] = safe_get_full_fp32_param(param)
+            values[param_name] = safe_get_full_fp32_param(param)
             for key in ("exp_avg", "exp_avg_sq"):
-                own[f"{key} {param_name}"] = safe_get_full_optimizer_state(param, key)
+                values[f"{key} {param_name}"] = safe_get_full_optimizer_state(param, key)
         whole: dict[str, Any] = {}
-        for part in engine.collectives.job.gather_objects(own, "states of the table"):
-            for key, value in part.items():
+        for rank_values in engine.collectives.job.gather_objects(values, "states of the table"):
+            for key, value in rank_values.items():
                 if not torch.equal(whole.setdefault(key, value), value):
                     raise SystemExit(f"{key} differs between ranks")
         return whole

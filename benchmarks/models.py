@@ -88,7 +88,7 @@ def _rotation(sequence: int, width: int) -> tuple[Tensor, Tensor]:
 
 def _rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
     """Rotates (B, heads, T, width), with the two halves of width as the two coordinates."""
-    cosine, sine = (part.to(x.dtype) for part in turn)
+    cosine, sine = (table.to(x.dtype) for table in turn)
     left, right = x.chunk(2, -1)
     turned: Tensor = x * cosine + torch.cat((-right, left), -1) * sine
     return turned

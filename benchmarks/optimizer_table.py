@@ -171,8 +171,8 @@ def _compared(make: _Make, stage: int, tier: str, folder: str) -> str:
     try:
         for _ in range(STEPS):
             engine.backward(engine(torch.randint(0, 29, (2, 8), generator=generator)))
-            for param, own in zip(model.parameters(), whole.parameters(), strict=True):
-                own.grad = safe_get_full_grad(param)
+            for param, plain_param in zip(model.parameters(), whole.parameters(), strict=True):
+                plain_param.grad = safe_get_full_grad(param)
             engine.step()
             plain.step()
     finally:
@@ -201,7 +201,7 @@ def _rank(job: Mapping[str, Any]) -> None:
             else:
                 found_by = [found]
             if os.environ["RANK"] == "0":
-                words = found if all(own == found for own in found_by) else "ranks differ: " + " | ".join(found_by)
+                words = found if all(text == found for text in found_by) else "ranks differ: " + " | ".join(found_by)
                 print(json.dumps({"name": name, "stage": stage, "tier": tier, "found": words}), flush=True)
 
 
@@ -225,7 +225,7 @@ def _run(world_size: int, names: list[str], packages: tuple[str, ...], seconds: 
         ranks = []
         for rank in range(world_size):
             shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            own = {
+            variables = {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "LOCAL_WORLD_SIZE": str(world_size),
@@ -233,7 +233,7 @@ def _run(world_size: int, names: list[str], packages: tuple[str, ...], seconds: 
             }
             command = [sys.executable, __file__, "--rank-job", job]
             output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
-            ranks.append(subprocess.Popen(command, stdout=output, env={**os.environ, **shared, **own}, text=True))
+            ranks.append(subprocess.Popen(command, stdout=output, env={**os.environ, **shared, **variables}, text=True))
         try:
             lines, _ = ranks[0].communicate(timeout=seconds)
         finally:

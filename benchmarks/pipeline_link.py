@@ -76,19 +76,19 @@ def run_rank(steps: int, hidden: int, layers: int, tokens: int) -> None:
         seconds, losses = [], []
         for step in range(steps + 2):
             samples = torch.randint(VOCAB, (8, 1, tokens), generator=torch.Generator().manual_seed(step))
-            own = [{"input_ids": ids, "labels": ids} for ids in samples[place::places]]
+            batches = [{"input_ids": ids, "labels": ids} for ids in samples[place::places]]
             job.barrier("measure")
             counting.reset()
             start = time.perf_counter()
             if axes:
-                loss = engine.train_batch(iter(own))
+                loss = engine.train_batch(iter(batches))
             else:
                 total = torch.zeros(1)
-                for batch in own:
+                for batch in batches:
                     loss = engine(**batch).loss
                     engine.backward(loss)
                     engine.step()
-                    total += loss.detach().float() / len(own)
+                    total += loss.detach().float() / len(batches)
             taken = torch.tensor([time.perf_counter() - start])
             job.all_reduce(taken, "max", "measure")
             if not axes:  # `train_batch` returns the loss of all ranks

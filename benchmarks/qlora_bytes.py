@@ -76,10 +76,10 @@ def _measured(base: str) -> dict[str, float]:
     engine, *_ = zeroaccel.initialize(model, config=config, collectives=counted)
     numel = LAYERS * (4 * WIDTH * WIDTH + 3 * 4 * WIDTH * WIDTH)
     if base in LIBRARY:
-        own = [b for unit in engine.units for b in unit.buffers if any(scales_of(p) is not None for p in b.params)]
+        buffers = [b for unit in engine.units for b in unit.buffers if any(scales_of(p) is not None for p in b.params)]
     else:
-        own = [b for unit in engine.units if unit.name.startswith("codes of") for b in unit.buffers]
-    resident = sum(t.nbytes for b in own for t in (b.shard_tensors() if not b.persistent else [b.full]))
+        buffers = [b for unit in engine.units if unit.name.startswith("codes of") for b in unit.buffers]
+    resident = sum(t.nbytes for b in buffers for t in (b.shard_tensors() if not b.persistent else [b.full]))
     for step in range(2):
         if step:
             counted.reset()

@@ -140,8 +140,8 @@ def _follow(rate: float, steps: int, start: dict[str, Any] | None = None) -> dic
     for _ in range(steps):
         _step(engine, data)
         before = {name: value.clone() for name, value in weights.items()}
-        own = [Packet(p.manifest, p.payload.clone()) for p in engine.stream_deltas(engine.streamed_version)]
-        packets = [packet for of_rank in counted.gather_objects(own, "send") for packet in of_rank]
+        rank_packets = [Packet(p.manifest, p.payload.clone()) for p in engine.stream_deltas(engine.streamed_version)]
+        packets = [packet for of_rank in counted.gather_objects(rank_packets, "send") for packet in of_rank]
         for packet in packets:
             receiver.take(packet)
         for name, value in engine.iter_named_full_params():

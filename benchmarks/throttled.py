@@ -142,7 +142,7 @@ def run_rank(steps: int, dim: int, layers: int) -> None:
     torch.distributed.destroy_process_group()
 
 
-def run_on_two_hosts(mbit: int, own: list[str]) -> str:
+def run_on_two_hosts(mbit: int, command: list[str]) -> str:
     """Runs a command as four ranks, two on each host; returns the output of rank 0."""
     ranks = []
     with two_hosts(mbit) as spaces:
@@ -166,7 +166,7 @@ def run_on_two_hosts(mbit: int, own: list[str]) -> str:
                 }
                 ranks.append(
                     subprocess.Popen(
-                        ["ip", "netns", "exec", spaces[host], *own],
+                        ["ip", "netns", "exec", spaces[host], *command],
                         env=environment,
                         stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
                         text=True,
@@ -182,8 +182,8 @@ def run_on_two_hosts(mbit: int, own: list[str]) -> str:
 
 
 def _measure(mbit: int, steps: int, dim: int, layers: int) -> dict[str, Any]:
-    own = [sys.executable, __file__, "--rank", "--steps", steps, "--dim", dim, "--layers", layers]
-    return json.loads(run_on_two_hosts(mbit, list(map(str, own))).splitlines()[-1])  # type: ignore[no-any-return]
+    command = [sys.executable, __file__, "--rank", "--steps", steps, "--dim", dim, "--layers", layers]
+    return json.loads(run_on_two_hosts(mbit, list(map(str, command))).splitlines()[-1])  # type: ignore[no-any-return]
 
 
 @click.command(context_settings={"show_default": True})

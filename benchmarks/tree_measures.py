@@ -206,7 +206,7 @@ def main(root: Path, paths: bool) -> None:
 
     click.echo("| folder | files | code | docstring | comment lines per 100 code | code per file |")
     click.echo("|---|---|---|---|---|---|")
-    for folder, parts in sorted(folders.items(), key=lambda item: -sum(part.code for part in item[1])):
+    for folder, parts in sorted(folders.items(), key=lambda item: -sum(module.code for module in item[1])):
         click.echo(_row(folder, parts))
     click.echo(_row("total", list(modules.values())))
 
@@ -240,9 +240,9 @@ def main(root: Path, paths: bool) -> None:
 
 
 def _row(folder: str, parts: list[Module]) -> str:
-    code = sum(part.code for part in parts)
-    comments = sum(part.comments for part in parts)
-    docstrings = sum(part.docstring for part in parts)
+    code = sum(module.code for module in parts)
+    comments = sum(module.comments for module in parts)
+    docstrings = sum(module.docstring for module in parts)
     density = 100 * comments / max(code, 1)
     return f"| {folder} | {len(parts)} | {code:,} | {docstrings:,} | {density:.1f} | {code // len(parts)} |"
 

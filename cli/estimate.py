@@ -457,9 +457,9 @@ def _draw_png(path: Path, title: str, rows: Sequence[PlanRow], limit: int | None
     axes = figure.add_subplot(title=title, xlabel="GB per rank on the device, at the peak of a step")
     names = [row.estimate.name + (" (recommended)" if row.recommended else "") for row in rows]
     offsets = [0.0] * len(rows)
-    for part, colour in zip(KINDS, COLOURS, strict=False):
-        widths = [getattr(row.estimate.device, part) / 1e9 for row in rows]
-        axes.barh(names, widths, left=offsets, color=colour, label=part)
+    for kind, colour in zip(KINDS, COLOURS, strict=False):
+        widths = [getattr(row.estimate.device, kind) / 1e9 for row in rows]
+        axes.barh(names, widths, left=offsets, color=colour, label=kind)
         offsets = [x + width for x, width in zip(offsets, widths, strict=True)]
     if limit:
         axes.axvline(limit / 1e9, color="black", linestyle="--", label="on the device")

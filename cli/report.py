@@ -270,13 +270,13 @@ def _time_split(runs: Mapping[str, Run]) -> list[str]:
         return []
     rows: list[list[object]] = []
     timed = [*_PARTS, "other", "step", "reductions, a part of backward"]
-    for part in [part for part in timed if any(part in split for split in means.values())]:
-        row: list[object] = [part]
+    for kind in [kind for kind in timed if any(kind in split for split in means.values())]:
+        row: list[object] = [kind]
         for split in means.values():
-            row += [f"{split[part]:.3f}", f"{100 * split[part] / split['step']:.1f} %"] if part in split else ["-", "-"]
+            row += [f"{split[kind]:.3f}", f"{100 * split[kind] / split['step']:.1f} %"] if kind in split else ["-", "-"]
         if len(means) == 2:
             first, two = means.values()
-            row.append(f"{two[part] / first[part]:.3f}" if part in two and first.get(part) else "-")
+            row.append(f"{two[kind] / first[kind]:.3f}" if kind in two and first.get(kind) else "-")
         rows.append(row)
     headings = ["part", *(text for name in means for text in (f"{name}, ms", "of the step"))]
     headings += ["second / first"] if len(means) == 2 else []
@@ -297,12 +297,12 @@ def _mean_split(run: Run) -> dict[str, float] | None:
     if not steps:
         return None
     split: dict[str, float] = {}
-    for part in (*_PARTS, "reduce"):
-        values = [value for step, value in lines.get(f"Time_{part}_seconds", ()) if step in steps]
+    for kind in (*_PARTS, "reduce"):
+        values = [value for step, value in lines.get(f"Time_{kind}_seconds", ()) if step in steps]
         if values:
-            split[part] = 1e3 * sum(values) / len(steps)
+            split[kind] = 1e3 * sum(values) / len(steps)
     split["step"] = 1e3 * sum(steps.values()) / len(steps)
-    split["other"] = split["step"] - sum(split.get(part, 0.0) for part in _PARTS)
+    split["other"] = split["step"] - sum(split.get(kind, 0.0) for kind in _PARTS)
     if "reduce" in split:
         split["reductions, a part of backward"] = split.pop("reduce")
     return split
@@ -316,9 +316,9 @@ def _bars(means: Mapping[str, Mapping[str, float]], colours: Mapping[str, str]) 
         y, at = 6 + number * (tall + 10), float(left)
         shown = name if len(name) <= 22 else f"...{name[-19:]}"
         parts.append(f'<text class="end" x="{left - 8}" y="{y + 18}">{escaped(shown)}</text>')
-        for part, colour in colours.items():
-            length = max(0.0, split.get(part, 0.0)) / longest * width
-            said = f"{part}: {split.get(part, 0.0):.3f} ms"
+        for kind, colour in colours.items():
+            length = max(0.0, split.get(kind, 0.0)) / longest * width
+            said = f"{kind}: {split.get(kind, 0.0):.3f} ms"
             parts.append(bar(at, y, length, tall, colour, said))
             at += length
         parts.append(f'<text x="{at + 6:.1f}" y="{y + 18}">{split["step"]:.2f} ms</text>')

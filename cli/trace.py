@@ -250,8 +250,8 @@ def _drawing(bars: Iterable[Bar], rows: Sequence[str], step: tuple[int, int], na
         parts.append(f'<rect x="{at:.1f}" y="{y}" width="{width:.1f}" height="{tall}" fill="{fill}">{said}</rect>')
     parts.append("</g>")
     ticks = [
-        f'<text class="middle" x="{_LEFT + part / 4 * _WIDTH:.0f}" y="14">{length * part / 4000:.2f} ms</text>'
-        for part in range(5)
+        f'<text class="middle" x="{_LEFT + tick / 4 * _WIDTH:.0f}" y="14">{length * tick / 4000:.2f} ms</text>'
+        for tick in range(5)
     ]
     parts.append(f'<g id="ticks">{"".join(ticks)}</g>')
     return figure(

@@ -191,11 +191,11 @@ _QUANTITIES = {"waits": "waits", "overlap": "ms", "memory": "peak GiB", "contend
 """Part -> the quantity of a plan that it measures."""
 
 
-def _belongs(prediction: str, part: str) -> bool:
+def _belongs(prediction: str, part_name: str) -> bool:
     plan, _, quantity = prediction.partition("/")
     if plan == "kernels":
-        return part in ("kernels", "more_kernels")
-    return plan == part or quantity == _QUANTITIES.get(part)
+        return part_name in ("kernels", "more_kernels")
+    return plan == part_name or quantity == _QUANTITIES.get(part_name)
 
 
 def _parts() -> Mapping[str, Callable[..., None]]:

@@ -206,8 +206,8 @@ def _devices_used() -> int | None:
         return None
     query = ["nvidia-smi", "--query-compute-apps=pid,gpu_uuid", "--format=csv,noheader"]
     lines = subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()
-    own = {line.split(",")[1].strip() for line in lines if line.split(",")[0].strip() == str(os.getpid())}
-    return len(own) or None
+    devices = {line.split(",")[1].strip() for line in lines if line.split(",")[0].strip() == str(os.getpid())}
+    return len(devices) or None
 
 
 def promise(run: Run) -> None:
@@ -357,7 +357,7 @@ def overlap(run: Run) -> None:
             is_copy = "HtoD" in event.name or "DtoH" in event.name
             spans["copies" if is_copy else "kernels"].append((event.time_range.start, event.time_range.end))
         copies, kernels_time, both = (
-            union_ms(part) for part in (*spans.values(), [*spans["copies"], *spans["kernels"]])
+            union_ms(intervals) for intervals in (*spans.values(), [*spans["copies"], *spans["kernels"]])
         )
         run.add(f"kernels, {name}", kernels_time, "ms", note=f"{len(spans['kernels'])} launches")
         run.add(f"copies, {name}", copies, "ms", note=f"{copies + kernels_time - both:.1f} ms of it beside kernels")
@@ -549,8 +549,8 @@ def train_largest(run: Run, names: Sequence[str]) -> None:
 
 
 PARTS: dict[str, Callable[[Run], None]] = {
-    part.__name__: part
-    for part in (
+    measure.__name__: measure
+    for measure in (
         *(machine, start, tests, promise, kernels, waits, overlap, memory),
         *(ranks, meshes, sanitizer, side_by_side, largest),
     )

@@ -60,7 +60,7 @@ def read_blocks(args, tokenizer):
     cut = len(text) if args.validation_file else len(text) * 9 // 10
     held_out = Path(args.validation_file).read_text(encoding="utf-8") if args.validation_file else text[cut:]
     parts = [tokens(text[:cut]), tokens(held_out)]
-    return [list(part[: len(part) // args.block_size * args.block_size].view(-1, args.block_size)) for part in parts]
+    return [list(ids[: len(ids) // args.block_size * args.block_size].view(-1, args.block_size)) for ids in parts]
 
 
 def evaluate(model, dataloader, accelerator):

@@ -65,8 +65,8 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
         samples = samples_of(arguments.folder, engine.streamed_version)
         hits = ((samples[:, :-1] + 1) % TOKENS == samples[:, 1:]).float()
         rewards.append(hits.mean().item())
-        own, gains = samples[rank::ranks], (hits - hits.mean())[rank::ranks]
-        chosen = engine(own[:, :-1]).float().log_softmax(-1).gather(-1, own[:, 1:, None])[..., 0]
+        rank_samples, gains = samples[rank::ranks], (hits - hits.mean())[rank::ranks]
+        chosen = engine(rank_samples[:, :-1]).float().log_softmax(-1).gather(-1, rank_samples[:, 1:, None])[..., 0]
         engine.backward(-(chosen * gains).mean())
         engine.step()
         nbytes = publish(engine, sink)

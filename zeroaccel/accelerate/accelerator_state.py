@@ -283,7 +283,7 @@ def _first(is_first: bool, label: str) -> Iterator[None]:
 
 def _backend(config: str, device: torch.device) -> str:
     """Returns the backend for tensors on this device from a string such as "cpu:gloo,cuda:nccl"."""
-    by_device = dict(part.split(":", 1) for part in config.split(",") if ":" in part)
+    by_device = dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)
     return by_device.get(device.type, config)
 
 

@@ -86,10 +86,10 @@ class StateSave:
         self,
         folder: Path,
         engines: Mapping[str, EngineBase],
-        part: StatePart,
+        run_part: StatePart,
         device: torch.device,
     ) -> None:
-        self._part = part
+        self._part = run_part
         self._saves: list[Save] = []
         self._written: list[Part] = []
         self.device = device
@@ -100,7 +100,7 @@ class StateSave:
             self.abandon()
             raise
         names = [f"{save.tag}/{save.writer.path.name}" for save in self._saves]
-        self.names: Sequence[str] = [*names, part.name]
+        self.names: Sequence[str] = [*names, run_part.name]
 
     def write(self) -> None:
         """Writes this rank's files. Training may change tensors as soon as their values are copied."""
@@ -113,8 +113,8 @@ class StateSave:
 
     def complete(self) -> None:
         """Makes the folder a complete state. (all ranks)"""
-        for save, part in zip(self._saves, self._written, strict=True):
-            save.commit_together(part)
+        for save, description in zip(self._saves, self._written, strict=True):
+            save.commit_together(description)
         self._part.complete()
 
     def abandon(self) -> None:

@@ -318,10 +318,10 @@ class PeerCopies:
         failure: OSError | None = None
         try:
             leaving = [pieces[rank_here, rank] for rank in ranks if sent[rank]]
-            for piece, part in zip(leaving, rows.split(_positive(sent)), strict=True):
+            for piece, content in zip(leaving, rows.split(_positive(sent)), strict=True):
                 with open(folder / piece.name, "rb") as file:
                     file.seek(piece.offset)
-                    file.readinto(_memory_of(part))
+                    file.readinto(_memory_of(content))
         except OSError as error:
             failure = error
         out = torch.empty(sum(received), 1, dtype=torch.uint8)
@@ -329,8 +329,8 @@ class PeerCopies:
         if failure is not None:
             raise failure
         arrived = [pieces[rank, rank_here] for rank in ranks if received[rank]]
-        for piece, part in zip(arrived, out.split(_positive(received)), strict=True):
-            _write(folder, piece, part)
+        for piece, content in zip(arrived, out.split(_positive(received)), strict=True):
+            _write(folder, piece, content)
 
 
 def next_machines(racks: Sequence[str]) -> list[int]:
@@ -388,10 +388,10 @@ def _receive_files(link: PairLink, folder: Path) -> None:
     for name, nbytes in sizes.items():
         _take_file_to_overwrite(folder, name)
         for piece in _pieces(name, nbytes, _SENT_NBYTES):
-            part = chunk[: piece.nbytes]
-            link.receive(part)
+            content = chunk[: piece.nbytes]
+            link.receive(content)
             try:
-                _write(folder, piece, part)
+                _write(folder, piece, content)
                 if piece.offset + piece.nbytes == nbytes:
                     os.truncate(folder / name, nbytes)
             except OSError as error:
@@ -411,12 +411,12 @@ def _take_file_to_overwrite(folder: Path, name: str) -> None:
             over.rename(path)
 
 
-def _write(folder: Path, piece: _Piece, part: torch.Tensor) -> None:
+def _write(folder: Path, piece: _Piece, content: torch.Tensor) -> None:
     path = folder / piece.name
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb", buffering=0) as file:
         file.seek(piece.offset)
-        write_all(file.fileno(), _memory_of(part))
+        write_all(file.fileno(), _memory_of(content))
 
 
 def _memory_of(rows: torch.Tensor) -> memoryview:

@@ -79,7 +79,7 @@ class PrepareGroup:
         parts: list[Any] = [self.model]
         if self.optimizer is not None:
             parts += [self.optimizer, *(scheduler for _, scheduler in self.schedulers)]
-        return " with ".join(type(part).__name__ for part in parts)
+        return " with ".join(type(item).__name__ for item in parts)
 
 
 @dataclass(frozen=True)

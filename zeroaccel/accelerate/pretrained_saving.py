@@ -185,17 +185,17 @@ def _answering(model: nn.Module, state: Mapping[str, Tensor], *, prompts: bool) 
             *_, name = prefix.split(".")
             if name not in ("modules_to_save", "prompt_encoder") or not isinstance(module, nn.ModuleDict):
                 continue
-            for adapter, part in list(module.items()):
+            for adapter, submodule in list(module.items()):
                 start = f"{prefix}.{adapter}."
                 inside = {key.removeprefix(start): v for key, v in state.items() if key.startswith(start)}
                 if name == "modules_to_save":  # PEFT reads the names only
-                    vars(part)["state_dict"] = functools.partial(dict, inside)
-                    undo.callback(vars(part).pop, "state_dict")
+                    vars(submodule)["state_dict"] = functools.partial(dict, inside)
+                    undo.callback(vars(submodule).pop, "state_dict")
                 elif prompts:
-                    whole = copy.deepcopy(part)
+                    whole = copy.deepcopy(submodule)
                     whole.load_state_dict(inside)
                     module._modules[adapter] = whole
-                    undo.callback(module._modules.__setitem__, adapter, part)
+                    undo.callback(module._modules.__setitem__, adapter, submodule)
         yield
 
 

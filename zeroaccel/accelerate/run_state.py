@@ -198,8 +198,8 @@ class RunSaving:
         where = f"register_for_checkpointing({type(obj).__name__})"
         if any(obj is other for other in (*self._objects, *self._loaders)):
             raise UsageError(where, expected="each object once", got="an object that is already registered")
-        prepared = (part for item in self._state.prepared for part in (item.engine, item.optimizer, *item.schedulers))
-        if any(obj is part for part in prepared):
+        prepared = (known for item in self._state.prepared for known in (item.engine, item.optimizer, *item.schedulers))
+        if any(obj is known for known in prepared):
             raise UsageError(
                 where,
                 expected="an object that prepare() did not return",
@@ -291,9 +291,9 @@ class RunSaving:
     def _begin_save(self, folder: Path, step: int) -> StateSave:
         self._call_save_hooks(folder)
         run, device = self._parts(step), self._state.partial.device
-        part = _RunPart(folder, run, self._collectives, device)
+        run_part = _RunPart(folder, run, self._collectives, device)
         engines = {_tag(index): engine for index, engine in enumerate(run.engines)}
-        return StateSave(part.root, engines, part, device)
+        return StateSave(run_part.root, engines, run_part, device)
 
     def _call_save_hooks(self, folder: Path) -> None:
         models = [item.engine for item in self._state.prepared]
@@ -530,13 +530,13 @@ def save_run(folder: str | os.PathLike[str], run: RunParts, collectives: Collect
         UsageError: a `state_dict()` has a value that is not plain data or a tensor; the message names its key.
         EngineStateError: an accumulation is unfinished; saving would lose its gradients.
     """
-    part = _RunPart(folder, run, collectives, device)
+    run_part = _RunPart(folder, run, collectives, device)
     for index, engine in enumerate(run.engines):
-        engine.save_checkpoint(part.root, tag=_tag(index))
-    with agreed(collectives, f"save_state {part.root.name}: write"):
-        part.write()
-    part.complete()
-    return part.root
+        engine.save_checkpoint(run_part.root, tag=_tag(index))
+    with agreed(collectives, f"save_state {run_part.root.name}: write"):
+        run_part.write()
+    run_part.complete()
+    return run_part.root
 
 
 class _RunPart:
@@ -608,8 +608,8 @@ def load_run(folder: str | os.PathLike[str], run: RunParts, collectives: Collect
         engine.load_checkpoint(root, tag=_tag(index))
     with agreed(collectives, f"load_state {root.name}: restore"):
         for kind, parts in run.with_states().items():
-            for part, saved in zip(parts, state[kind], strict=True):
-                part.load_state_dict(saved)
+            for obj, saved in zip(parts, state[kind], strict=True):
+                obj.load_state_dict(saved)
         run.counters.update(state["counters"])
         if manifest["world_size"] == collectives.world_size:
             restore_random_state(state["random_state"], device)
@@ -632,8 +632,8 @@ def _encoded(run: RunParts, device: torch.device) -> bytes:
 
     state: dict[str, Any] = {
         kind: [
-            encode(part.state_dict(), f"{_WHAT[kind]} {index} ({type(part).__name__})", add)
-            for index, part in enumerate(parts)
+            encode(obj.state_dict(), f"{_WHAT[kind]} {index} ({type(obj).__name__})", add)
+            for index, obj in enumerate(parts)
         ]
         for kind, parts in run.with_states().items()
     }

@@ -79,9 +79,9 @@ class BackgroundSave:
     def _write(self) -> None:
         save = self._save
         try:
-            part = save.write_part()
+            description = save.write_part()
             if save.ranks.rank:
-                self._send(part)
+                self._send(description)
         except Exception as error:
             save.discard()
             if save.ranks.rank:
@@ -89,13 +89,13 @@ class BackgroundSave:
                     self._send({"error": str(error)})
             raise
         if save.ranks.rank == 0:
-            save.commit([part, *(self._wait_for(rank) for rank in range(1, save.ranks.world_size))])
+            save.commit([description, *(self._wait_for(rank) for rank in range(1, save.ranks.world_size))])
 
-    def _send(self, part: Part) -> None:
+    def _send(self, description: Part) -> None:
         """Writes the part file that rank 0 polls for."""
         path = self._part_path(self._save.ranks.rank)
         with writing_to(path, keeps_others=True):
-            write_durably(path, json.dumps(part).encode())
+            write_durably(path, json.dumps(description).encode())
 
     def _part_path(self, rank: int) -> Path:
         return self._file_path(rank).with_suffix(".part.json")
@@ -126,10 +126,10 @@ class BackgroundSave:
                 )
             if self._abandoned.wait(_POLL_SECONDS):
                 raise CheckpointError(f"checkpoint {self.tag}: abandoned, because another rank failed")
-        part: Part = json.loads(path.read_text(encoding="utf-8"))
-        if "error" in part:
-            raise CheckpointError(f"checkpoint {self.tag}: rank {rank}: {part['error']}")
-        return part
+        description: Part = json.loads(path.read_text(encoding="utf-8"))
+        if "error" in description:
+            raise CheckpointError(f"checkpoint {self.tag}: rank {rank}: {description['error']}")
+        return description
 
     def _nbytes_written(self, rank: int) -> int:
         path = self._file_path(rank)

@@ -108,8 +108,8 @@ def load_state_dict_from_zero_checkpoint(
         source = open_source(checkpoint_dir, tag)
         _check_fit(model, source, strict=strict)
         targets = zero_to_fp32.select(source, zero_to_fp32.Options())
-        for part in zero_to_fp32.shard_plan(targets, "bin", _PART_NBYTES):
-            values = zero_to_fp32.read_tensors(source, part.targets).state_dict()
+        for shard in zero_to_fp32.shard_plan(targets, "bin", _PART_NBYTES):
+            values = zero_to_fp32.read_tensors(source, shard.targets).state_dict()
             # Quantization libraries load codes by name, but ignore or reject the scales that layers hold.
             scales = {name: values.pop(name) for name, _ in state_tensors(model) if name in values}
             model.load_state_dict(for_model(values, model), strict=False)

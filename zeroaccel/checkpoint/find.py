@@ -96,7 +96,7 @@ def refuse_trainers_folder(root: Path) -> None:
     """Raises CheckpointError if the folders in `root`, such as checkpoint-20, are folders of checkpoints."""
     below = [path for path in _folders(root) if (path / LATEST_NAME).is_file()]
     if below:
-        numbers = {path: [int(part) for part in re.findall(r"\d+", path.name)] for path in below}
+        numbers = {path: [int(digits) for digits in re.findall(r"\d+", path.name)] for path in below}
         below.sort(key=numbers.__getitem__)
         names = listed([path.name for path in below])
         raise CheckpointError(

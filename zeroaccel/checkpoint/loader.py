@@ -133,16 +133,16 @@ def _fill_weights(
     buffer: FlatBuffer, keys: Mapping[str, str | None], store: TensorStore, within: FlatRange, target: Tensor
 ) -> None:
     """Schedules the elements of a range that are in the checkpoint for the next `store.read` into `target`."""
-    for slot, part in buffer.layout.slots_in(within):
+    for slot, selection in buffer.layout.slots_in(within):
         key = keys[slot.fqn]
         if key is not None:
-            _fill(store, key, slot, part, target[part.at(within.start)])
+            _fill(store, key, slot, selection, target[selection.at(within.start)])
 
 
-def _fill(store: TensorStore, key: str, slot: Slot, part: FlatRange, target: Tensor) -> None:
-    """Schedules a part of a slot for the next `store.read` into `target`, (part.numel,)."""
-    for start, run in slot.runs(part):
-        store.fill(key, start, target[run.at(part.start)])
+def _fill(store: TensorStore, key: str, slot: Slot, selection: FlatRange, target: Tensor) -> None:
+    """Schedules a selection of a slot's elements for the next `store.read` into `target`, (selection.numel,)."""
+    for start, run in slot.runs(selection):
+        store.fill(key, start, target[run.at(selection.start)])
 
 
 def refresh_copies(units: Sequence[ParamUnit]) -> None:
@@ -240,9 +240,9 @@ def _fill_state(
     if tuple(record.shape) == slot.whole_shape:
         if kind not in state:
             state[kind] = torch.zeros(shape, dtype=dtype_of(record.dtype), device=device)
-        part = slot.range & piece.range  # a piece may hold a part of a slot, parts of several, or only padding
-        if part:
-            _fill(store, key, slot, part, state[kind].view(-1)[part.at(piece.range.start)])
+        selection = slot.range & piece.range  # a piece may hold a part of a slot, parts of several, or only padding
+        if selection:
+            _fill(store, key, slot, selection, state[kind].view(-1)[selection.at(piece.range.start)])
     elif shape == slot.whole_shape:
         state[kind] = torch.zeros(record.shape, dtype=dtype_of(record.dtype), device=device)
         store.fill(key, 0, state[kind].view(-1))

@@ -384,7 +384,7 @@ def _check_kinds(manifest: Manifest) -> None:
     kinds += [(f"order: {name!r}", name, str) for name in manifest.order]
     kinds += [(f"buffers: {name!r}", name, str) for name in manifest.buffers]
     kinds += [(f"ties: {alias}", name, str) for alias, name in manifest.ties.items()]
-    kinds += [(f"sharded: {part}", manifest.sharded[part], bool) for part in ("optimizer", "grads", "params")]
+    kinds += [(f"sharded: {state}", manifest.sharded[state], bool) for state in ("optimizer", "grads", "params")]
     for fqn, parameter in manifest.parameters.items():
         kinds += [(f"{fqn}: trainable", parameter.trainable, bool), (f"{fqn}: saved", parameter.saved, bool)]
     if manifest.optimizer is not None:

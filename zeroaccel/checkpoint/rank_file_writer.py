@@ -226,10 +226,10 @@ class RankFileWriter:
         begin, used, chunk = 0, 0, self._chunk(0)
         for source in self._sources():
             while source.numel():
-                part = source[: CHUNK_NBYTES - used]
-                self._copies.copy(chunk[used : used + part.numel()], part)
-                used += part.numel()
-                source = source[part.numel() :]
+                head = source[: CHUNK_NBYTES - used]
+                self._copies.copy(chunk[used : used + head.numel()], head)
+                used += head.numel()
+                source = source[head.numel() :]
                 if used == CHUNK_NBYTES:
                     self._filled.put(_FilledChunk(chunk, used, self._copies.mark()))
                     begin, used, chunk = begin + used, 0, self._chunk(begin + used)

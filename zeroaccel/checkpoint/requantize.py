@@ -136,12 +136,12 @@ class _Weight:
     def _is_reshaped(self) -> bool:
         return tuple(self.scales.shape) != self.grid
 
-    def _in_blocks(self, part: Tensor) -> Tensor:
+    def _in_blocks(self, region: Tensor) -> Tensor:
         """Returns (l..., r, M, c, N), with zeros after the last row and column."""
-        (height, width), (rows, columns) = self.block, part.shape[-2:]
-        raw = part.view(torch.uint8) if part.element_size() == 1 else part
-        padded = pad(raw, (0, -columns % width, 0, -rows % height)).view(part.dtype)
-        return padded.view(*part.shape[:-2], -(-rows // height), height, -(-columns // width), width)
+        (height, width), (rows, columns) = self.block, region.shape[-2:]
+        raw = region.view(torch.uint8) if region.element_size() == 1 else region
+        padded = pad(raw, (0, -columns % width, 0, -rows % height)).view(region.dtype)
+        return padded.view(*region.shape[:-2], -(-rows // height), height, -(-columns // width), width)
 
     def codes_of(self, box: Box) -> Tensor:
         """Returns a box of the codes as files have them."""
@@ -167,9 +167,9 @@ class _Weight:
 class _Encoded(Node):
     """The codes or the scales of a weight."""
 
-    def __init__(self, weight: _Weight, like: LazyTensor, part: Callable[[Box], Tensor]) -> None:
+    def __init__(self, weight: _Weight, like: LazyTensor, values_of: Callable[[Box], Tensor]) -> None:
         super().__init__(tuple(like.shape), like.dtype)
-        self.sources, self._part = (weight.values,), part
+        self.sources, self._part = (weight.values,), values_of
 
     def fill(self, box: Box, out: Tensor) -> None:
         out.copy_(self._part(box))

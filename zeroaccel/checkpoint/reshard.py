@@ -145,9 +145,9 @@ def _contents(layout: FileLayout, plan: list[_WriteItem], files: Sequence[ByteFi
         itemsize = ITEMSIZE[item.tensor.dtype]
         most = CHUNK_NBYTES // itemsize
         for file, start, length, offset in item.tensor.runs:
-            part = item.elements & FlatRange(start, start + length)
-            for low in range(part.start, part.end, most):
-                nbytes = (min(low + most, part.end) - low) * itemsize
+            interval = item.elements & FlatRange(start, start + length)
+            for low in range(interval.start, interval.end, most):
+                nbytes = (min(low + most, interval.end) - low) * itemsize
                 yield files[file].read(offset + (low - start) * itemsize, nbytes)
 
 

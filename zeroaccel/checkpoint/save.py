@@ -282,12 +282,12 @@ def _join_parts(common: dict[str, Any], engine_state: EngineState, plan: SavePla
     savers: dict[str, int] = {}
     group_of: dict[str, int] = {}
     codes: dict[str, None] = {}
-    for rank, part in enumerate(engine_state.job.gather_objects(facts, "save_checkpoint: parts")):
-        if part is not None:
-            parameters |= part[0]
-            savers = {**dict.fromkeys(part[1], rank), **savers}
-            group_of |= part[2]
-            codes |= dict.fromkeys(part[3])
+    for rank, stage_facts in enumerate(engine_state.job.gather_objects(facts, "save_checkpoint: parts")):
+        if stage_facts is not None:
+            parameters |= stage_facts[0]
+            savers = {**dict.fromkeys(stage_facts[1], rank), **savers}
+            group_of |= stage_facts[2]
+            codes |= dict.fromkeys(stage_facts[3])
     for name, saver in savers.items():
         if saver == engine_state.job.rank != 0:  # rank 0 has already added its own
             plan.add_full(f"buffer/{name}", buffers[name].clone())
@@ -418,16 +418,16 @@ class Save:
         Raises:
             CheckpointError: a rank could not write; raised on every rank.
         """
-        part: Part = {}
+        description: Part = {}
         with self._abandoned_if_it_fails():
             with agreed(self.ranks, f"checkpoint {self.tag}: write"):
-                part = self.write()
-            self._commit_together(part)
+                description = self.write()
+            self._commit_together(description)
 
-    def commit_together(self, part: Part) -> None:
+    def commit_together(self, description: Part) -> None:
         """Commits the parts that `write` returned on each rank. (all ranks)"""
         with self._abandoned_if_it_fails():
-            self._commit_together(part)
+            self._commit_together(description)
 
     def abandon(self) -> None:
         """Removes the files of a save instead of committing it. A call of `write` must have ended."""
@@ -436,8 +436,8 @@ class Save:
         self.release()
         self.discard_folder()  # succeeds on the last rank to discard its file
 
-    def _commit_together(self, part: Part) -> None:
-        parts = self.ranks.gather_objects(part, f"checkpoint {self.tag}: parts")
+    def _commit_together(self, description: Part) -> None:
+        parts = self.ranks.gather_objects(description, f"checkpoint {self.tag}: parts")
         with agreed(self.ranks, f"checkpoint {self.tag}: commit"):
             if self.ranks.rank == 0:
                 self.commit(parts)
@@ -480,13 +480,13 @@ def merge_parts(parts: Sequence[Part], common: Mapping[str, Any]) -> Manifest:
     kinds: dict[str, tuple[str, tuple[int, ...], tuple[int, int, int] | None]] = {}
     scalars: dict[str, Any] = {}
     # Each rank describes its own shards only; this loop joins them to the pieces that cover each tensor.
-    for index, part in enumerate(parts):
-        for key, ((dtype, shape, split), start, length, offset) in part["tensors"].items():
+    for index, description in enumerate(parts):
+        for key, ((dtype, shape, split), start, length, offset) in description["tensors"].items():
             kinds[key] = (dtype, tuple(shape), split and tuple(split))
             runs = pieces.setdefault(key, [])
             if length:
                 runs.append((index, start, length, offset))
-        for fqn, values in part["scalars"].items():
+        for fqn, values in description["scalars"].items():
             # All ranks with shards of a parameter have its scalars, such as step counts. The keys of plain tensors
             # contain the rank, so they differ even if the values agree.
             if scalars.setdefault(fqn, values) != values and "plain/" not in str(values):
@@ -496,10 +496,10 @@ def merge_parts(parts: Sequence[Part], common: Mapping[str, Any]) -> Manifest:
     fields = dict(common)
     if fields["optimizer"] is not None:
         fields["optimizer"] = {**fields["optimizer"], "scalars": scalars}
-    states = [part["random_state"] for part in parts]
+    states = [description["random_state"] for description in parts]
     return Manifest(
         **fields,
-        files=tuple(FileRecord(*part["file"]) for part in parts),
+        files=tuple(FileRecord(*description["file"]) for description in parts),
         tensors={
             key: TensorRecord(dtype, shape, tuple(sorted(pieces[key], key=lambda piece: piece[1])), split)
             for key, (dtype, shape, split) in kinds.items()

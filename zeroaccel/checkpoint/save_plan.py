@@ -114,9 +114,9 @@ class EngineState:
         """Returns True if this rank saves its part of a buffer: only one of the ranks that hold it does."""
         return self.collectives.replica == 0 and (self.collectives.is_first_data_group or buffer.is_split)
 
-    def whole(self, slot: Slot, part: Tensor) -> Tensor:
-        """Returns the whole parameter, given this rank's part of it. (all ranks)"""
-        return whole_of(slot, part, self.collectives)
+    def whole(self, slot: Slot, shard: Tensor) -> Tensor:
+        """Returns the whole parameter, given this rank's shard of it. (all ranks)"""
+        return whole_of(slot, shard, self.collectives)
 
     def buffers(self) -> Iterator[FlatBuffer]:
         """Returns every flat buffer, in the order of the units."""
@@ -185,19 +185,19 @@ class SavePlan:
     def _add_weights(self, buffer: FlatBuffer, left_out: frozenset[int]) -> None:
         kind = "master" if buffer.trainable else "value"
         for slot, param in zip(buffer.layout.slots, buffer.params, strict=True):
-            part = slot.range & buffer.own
+            interval = slot.range & buffer.own
             if id(param) in left_out:
                 continue
-            if part:
-                self._add(f"{kind}/{slot.fqn}", slot, part, buffer.masters.elements(part))
+            if interval:
+                self._add(f"{kind}/{slot.fqn}", slot, interval, buffer.masters.elements(interval))
             # A parameter without elements still has a shape and a dtype, which a full state dict needs.
             elif slot.numel == 0 and buffer.rank == 0:
                 none = FlatRange(buffer.own.start, buffer.own.start)
                 self._add(f"{kind}/{slot.fqn}", slot, slot.range, buffer.masters.elements(none))
 
-    def _add(self, key: str, slot: Slot, part: FlatRange, data: Elements) -> None:
+    def _add(self, key: str, slot: Slot, interval: FlatRange, data: Elements) -> None:
         data = data.detach() if isinstance(data, Tensor) else data
-        start, split = part.start - slot.start, None
+        start, split = interval.start - slot.start, None
         if slot.split is not None:
             start += slot.split.index * slot.numel
             # Parts along dim 0 are contiguous in row-major order. Parts along another dim, or of several blocks, are
@@ -214,11 +214,11 @@ class SavePlan:
             for slot, reached in buffer.layout.slots_in(piece.range, padded=True):
                 # A parameter that spans several pieces is saved once, with the piece of its first element on this rank.
                 # So are its scalars; if every rank has all pieces, the rank whose shard has its first element saves.
-                part = slot.range & buffer.own
-                if part and part.start in piece.range:
+                interval = slot.range & buffer.own
+                if interval and interval.start in piece.range:
                     for name in names:
                         key = self._state_key(name, slot.fqn, optimizer)
-                        self._add(key, slot, part, buffer.masters.elements(part, name))
+                        self._add(key, slot, interval, buffer.masters.elements(interval, name))
                 if reached.start in buffer.own and reached.start in (slot.start, buffer.own.start):
                     is_full_parameter = piece.range == slot.range and piece.shape == slot.shape
                     self._add_rest(rest, slot, optimizer, alone=is_full_parameter)

@@ -90,8 +90,8 @@ class TensorStore:
         while cursor < end:
             file, piece_start, length, offset = runs[index]
             count = min(piece_start + length - cursor, end - cursor, limit)
-            part = into[cursor - start : cursor - start + count]
-            request = _ElementRequest(offset + (cursor - piece_start) * itemsize, part, dtype)
+            target = into[cursor - start : cursor - start + count]
+            request = _ElementRequest(offset + (cursor - piece_start) * itemsize, target, dtype)
             self._pending.setdefault(file, []).append(request)
             if record.split is None:
                 self._used.setdefault(file, {})[key] = (record.dtype, length, offset)

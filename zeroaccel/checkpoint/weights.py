@@ -405,9 +405,9 @@ class StreamedWeights:
         # Copy through a separate chunk: once numpy has a view of a storage, resizing cannot free the storage any more,
         # and resharding frees a unit's flat buffer, of which `value` may be a view, in that way.
         data = value.contiguous().view(-1).view(torch.uint8)
-        for part in data.split(CHUNK_NBYTES) if data.numel() else ():
-            self._chunk[: part.numel()].copy_(part)
-            write_all(self._file.handle, self._chunk[: part.numel()].numpy().data)
+        for chunk in data.split(CHUNK_NBYTES) if data.numel() else ():
+            self._chunk[: chunk.numel()].copy_(chunk)
+            write_all(self._file.handle, self._chunk[: chunk.numel()].numpy().data)
 
     def finish(self) -> None:
         """Flushes the file and gives it its final name."""

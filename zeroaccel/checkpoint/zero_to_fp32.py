@@ -344,12 +344,12 @@ def _find(root: Path, tag: str | None) -> Path:
 def _folders_below(root: Path) -> list[Path]:
     """Returns the folders of checkpoints in a trainer's output folder, in order of their steps."""
     folders = {path.parent for path in root.glob("*/latest")}
-    return sorted(folders, key=lambda path: [int(part) for part in re.findall(r"\d+", path.name)])
+    return sorted(folders, key=lambda path: [int(digits) for digits in re.findall(r"\d+", path.name)])
 
 
 def plain_name(name: str) -> str:
     """Returns a tensor's name without the segments that torch's wrappers add, such as `torch.compile`."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+    return ".".join(segment for segment in name.split(".") if segment not in WRAPPERS)
 
 
 def _source(folder: Path, body: Mapping[str, Any], checksum: str) -> Source:
@@ -388,7 +388,7 @@ def _source(folder: Path, body: Mapping[str, Any], checksum: str) -> Source:
         file.check_pieces(of_file)
     return Source(
         tag=folder.resolve().name,
-        stage=sum(bool(body["sharded"][part]) for part in ("optimizer", "grads", "params")),
+        stage=sum(bool(body["sharded"][state]) for state in ("optimizer", "grads", "params")),
         world_size=body["world_size"],
         fingerprint=checksum,
         weights=tuple(weights),
@@ -447,10 +447,10 @@ def row_major(
     for file, start, length, offset in pieces:
         done = 0
         while done < length:
-            part, within = divmod(start + done, part_numel)
+            index, within = divmod(start + done, part_numel)
             row, first = divmod(within, run)
             count = min(run - first, length - done)
-            runs.append((file, (row * parts + part) * run + first, count, offset + done * itemsize))
+            runs.append((file, (row * parts + index) * run + first, count, offset + done * itemsize))
             done += count
     return tuple(sorted(runs, key=lambda piece: piece[1]))
 
@@ -789,8 +789,8 @@ def _in_parallel(tasks: Iterable[Callable[[], tuple[Tallies, int]]], workers: in
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         try:
             for future in concurrent.futures.as_completed([pool.submit(task) for task in tasks]):
-                part, nbytes = future.result()
-                for name, tally in part.items():
+                task_tallies, nbytes = future.result()
+                for name, tally in task_tallies.items():
                     _add(tallies, name, tally)
                 progress.advance(nbytes)
         except BaseException:

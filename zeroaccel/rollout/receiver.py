@@ -256,7 +256,7 @@ class WeightReceiver:
             assert key is not None and key[1] is not None, "a piece without a tensor"
             cuts = {(piece.entry["cut"][0], piece.entry["cut"][1]) for piece in pieces}
             ranges = sorted((piece.entry["cut"][2], piece.first, piece.last) for piece in pieces if piece.numel)
-            overlap = any(part == other and first <= last for (part, _, last), (other, first, _) in pairwise(ranges))
+            overlap = any(index == other and first <= last for (index, _, last), (other, first, _) in pairwise(ranges))
             if len(cuts) > 1 or overlap:
                 raise WeightsRefusedError(f"{version}, {key[0]}: expected each element once, got parts that overlap")
             count = sum(piece.numel for piece in pieces)
@@ -409,9 +409,9 @@ def _checked_piece(entry: Mapping[str, Any], payload: Tensor, tensor: Tensor, wh
             raise refuse("positions", numel, count)
         places = _decode_positions(encoded)
         first, last = start + int(places[0]), start + int(places[-1])
-    run, parts, part = entry["cut"]
-    if numel and (last // run * parts + part) * run + last % run >= tensor.numel():
-        raise refuse("place of the elements", f"in a tensor of {tensor.numel()}", f"element {last} of part {part}")
+    run, parts, index = entry["cut"]
+    if numel and (last // run * parts + index) * run + last % run >= tensor.numel():
+        raise refuse("place of the elements", f"in a tensor of {tensor.numel()}", f"element {last} of part {index}")
     return _Elements({**entry, "offset": 0}, data, first, last)
 
 
@@ -433,7 +433,7 @@ def _end_of_values(entry: Mapping[str, Any]) -> int:
 
 def _write(tensor: Tensor, entry: Mapping[str, Any], payload: Tensor) -> None:
     values, flat = values_of(entry, payload).to(tensor.device, non_blocking=True), tensor.view(-1)
-    run, parts, part = entry["cut"]
+    run, parts, index = entry["cut"]
     start, count = entry["start"], entry["numel"]
     if not entry["positions"] and parts == 1:
         flat[start : start + count] = values
@@ -444,7 +444,7 @@ def _write(tensor: Tensor, entry: Mapping[str, Any], payload: Tensor) -> None:
     else:
         places = torch.arange(start, start + count, device=payload.device)
     rows = places // run
-    places = (rows * parts + part) * run + (places - rows * run)
+    places = (rows * parts + index) * run + (places - rows * run)
     # Indexed assignment copies bits, so NaNs and signed zeros keep theirs in every dtype.
     flat[places.to(tensor.device, non_blocking=True)] = values
 

@@ -494,8 +494,8 @@ def _changed_parts(
     if marked is not None and not marked.numel():
         return entries, torch.empty(0, dtype=torch.uint8)
     values = read(buffer.shard.read(buffer.own))  # one read from a tier for all parameters in the buffer
-    for slot, part in buffer.layout.slots_in(buffer.own):
-        chosen = _chosen(marked, part, buffer.own, values)
+    for slot, interval in buffer.layout.slots_in(buffer.own):
+        chosen = _chosen(marked, interval, buffer.own, values)
         if not chosen.numel:
             continue
         run, parts, index = _cut(slot)
@@ -506,7 +506,7 @@ def _changed_parts(
                 "dtype": str(buffer.dtype).removeprefix("torch."),
                 "offset": used,
                 "numel": chosen.numel,
-                "start": part.start - slot.start,
+                "start": interval.start - slot.start,
                 "cut": [run, parts, index],
                 "high": chosen.high,
                 "positions": chosen.places.numel(),
@@ -529,16 +529,16 @@ class _Chosen(NamedTuple):
     places: Tensor
 
 
-def _chosen(marked: Tensor | None, part: FlatRange, shard: FlatRange, values: Tensor) -> _Chosen:
-    """Returns the marked elements of a part, or all elements if these take fewer bytes."""
-    everything = values[part.at(shard.start)]
-    whole = _Chosen(part.numel, everything.contiguous().view(torch.uint8), 0, torch.empty(0, dtype=torch.uint8))
+def _chosen(marked: Tensor | None, interval: FlatRange, shard: FlatRange, values: Tensor) -> _Chosen:
+    """Returns the marked elements of an interval, or all its elements if these take fewer bytes."""
+    everything = values[interval.at(shard.start)]
+    whole = _Chosen(interval.numel, everything.contiguous().view(torch.uint8), 0, torch.empty(0, dtype=torch.uint8))
     if marked is None:
         return whole
-    bounds = torch.tensor([part.start - shard.start, part.end - shard.start])
+    bounds = torch.tensor([interval.start - shard.start, interval.end - shard.start])
     first, end = torch.searchsorted(marked, bounds).tolist()
     inside = marked[first:end]
-    places = encode_positions(inside - (part.start - shard.start))
+    places = encode_positions(inside - (interval.start - shard.start))
     chosen, high = _coded(values[inside])
     if places.numel() + chosen.numel() >= everything.nbytes:
         return whole

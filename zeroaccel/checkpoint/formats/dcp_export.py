@@ -144,7 +144,7 @@ class _DcpWriter:
         self._storage[MetadataIndex(key)] = self._put(value)
 
     def _key(self, path: tuple[str | int, ...]) -> str:
-        key = ".".join(str(part) for part in path)
+        key = ".".join(str(component) for component in path)
         self._paths[key] = path
         return key
 

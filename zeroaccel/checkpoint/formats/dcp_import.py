@@ -55,11 +55,11 @@ _CLASSES = (
 _MODULE = "torch.distributed.checkpoint.metadata"
 
 
-def _field(part: StandIn, name: str) -> Any:
+def _field(stand_in: StandIn, name: str) -> Any:
     """Returns an attribute; raises CheckpointError if it is missing."""
-    if name not in vars(part):
-        raise CheckpointError(f"{DCP_METADATA_NAME}: {part.class_name} without {name}")
-    return vars(part)[name]
+    if name not in vars(stand_in):
+        raise CheckpointError(f"{DCP_METADATA_NAME}: {stand_in.class_name} without {name}")
+    return vars(stand_in)[name]
 
 
 def find_dcp(root: Path, tag: object = None) -> Path | None:
@@ -203,7 +203,7 @@ def _admitted() -> dict[str, Any]:
 
 
 def _path(*parts: Any) -> str:
-    if any(type(part) is not str for part in parts) or sum(map(len, parts)) > _LONGEST_PATH:
+    if any(type(component) is not str for component in parts) or sum(map(len, parts)) > _LONGEST_PATH:
         raise TypeError("expected the parts of a path")
     return "/".join(parts)
 
@@ -434,8 +434,8 @@ class _DcpReader:
         tree: dict[str, Any] = {}
         for key, path in self._others.items():
             branch = tree
-            for part in path[:-1]:
-                branch = branch.setdefault(part, {})
+            for component in path[:-1]:
+                branch = branch.setdefault(component, {})
             branch[path[-1]] = self._value(key)
         return tree
 

@@ -159,7 +159,7 @@ def find_files(folder: Path) -> FoundFiles:
     # A bf16 and an fp16 run that saved into one folder have optimizer files with different prefixes.
     prefixes: dict[str, str] = {}
     found = FoundFiles([])
-    for path in sorted(folder.iterdir(), key=lambda path: [int(part) for part in re.findall(r"\d+", path.name)]):
+    for path in sorted(folder.iterdir(), key=lambda path: [int(digits) for digits in re.findall(r"\d+", path.name)]):
         if LAYER.fullmatch(path.name):
             found.layers.append(path)
         elif EXPERT.fullmatch(path.name):
@@ -169,24 +169,24 @@ def find_files(folder: Path) -> FoundFiles:
         match = _MODEL.fullmatch(path.name) or _OPTIM.fullmatch(path.name)
         if match is None:
             continue
-        part = int(match["mp"])
+        mp_rank = int(match["mp"])
         if match.re is _OPTIM:
             prefixes[match["bf16"] or ""] = path.name
-            optims.setdefault(part, {})[int(match["rank"])] = path
+            optims.setdefault(mp_rank, {})[int(match["rank"])] = path
         elif match["rank"] is None:
-            full_models[part] = path
+            full_models[mp_rank] = path
         else:
-            models.setdefault(part, {})[int(match["rank"])] = path
+            models.setdefault(mp_rank, {})[int(match["rank"])] = path
     if len(prefixes) > 1:
         raise CheckpointError(
             f"{folder}: files of two saves, {' and '.join(sorted(prefixes.values()))}", fix="remove the older ones"
         )
     numbers = full_models.keys() | models.keys() | optims.keys()
     universal = folder / "zero" if (folder / "zero").is_dir() else None
-    for part in range(max(numbers, default=0) + 1):
-        files = full_models.get(part), models.get(part, {}), optims.get(part, {})
+    for mp_rank in range(max(numbers, default=0) + 1):
+        files = full_models.get(mp_rank), models.get(mp_rank, {}), optims.get(mp_rank, {})
         found.parts.append(CheckpointFiles(folder, *files, universal))
-    require_parts(folder, [(part.full_model, part.models, part.optims) for part in found.parts], found.experts)
+    require_parts(folder, [(bundle.full_model, bundle.models, bundle.optims) for bundle in found.parts], found.experts)
     return found
 
 
@@ -335,9 +335,9 @@ class DeepSpeedCheckpoint(DeepSpeedContents):
                 other[kind] = value
                 continue
             parts = [state.get(kind) for state in flat.states]
-            if not all(isinstance(part, tuple) for part in parts):
+            if not all(isinstance(in_file, tuple) for in_file in parts):
                 raise CheckpointError(f"{self.folder}: state {kind} of {flat.names[0]}: missing in a rank's file")
-            ranks = [self.elements(part) for part in parts if part is not None]
+            ranks = [self.elements(in_file) for in_file in parts if in_file is not None]
             by_parameter = positions_of_wholes(flat, ranks) or flat.positions
             if by_parameter is flat.positions and any(each.numel > flat.partition_numel for each in ranks):
                 raise CheckpointError(
@@ -404,15 +404,15 @@ def _open(folder: Path, name: str, found: FoundFiles) -> DeepSpeedCheckpoint:
     info, are_joined = first.model.get("universal_checkpoint_info") or {}, found.parts[0].universal is not None
     rules = SliceRules(info, num_slices, str(folder), are_joined)
     collected, starts = Parts(), []
-    for part in parts:
+    for checkpoint in parts:
         starts.append(len(whole.files))
-        collected.add(whole, part.states, part)
+        collected.add(whole, checkpoint.states, checkpoint)
     states = collected.join(whole, rules)
-    buffers = frozenset(str(name) for part in parts for name in part.model.get("buffer_names") or ())
+    buffers = frozenset(str(name) for checkpoint in parts for name in checkpoint.model.get("buffer_names") or ())
     rename = add_weights_of_files(whole, [*found.layers, *found.experts], buffers, rules)
     states = {rename(key): record for key, record in states.items()}
     vars(whole)["states"] = States(states, {rename(name): value for name, value in collected.scalars.items()})
-    by_position = [part.files[part.model_file].path for part in parts if part.positional]
+    by_position = [checkpoint.files[checkpoint.model_file].path for checkpoint in parts if checkpoint.positional]
     whole.unread = next(iter([*found.expert_optims, *by_position]), None)
     if found.layers and first.model.get("optimizer") is not None:
         _add_unsharded(whole, parts, starts)
@@ -422,9 +422,9 @@ def _open(folder: Path, name: str, found: FoundFiles) -> DeepSpeedCheckpoint:
 def _add_unsharded(whole: DeepSpeedCheckpoint, parts: Sequence[DeepSpeedCheckpoint], starts: Sequence[int]) -> None:
     """Adds the optimizers of a pipeline's stages at stage 0, which the values in the layers' files give names."""
     groups: list[ParamGroup] = []
-    for part, start in zip(parts, starts, strict=True):
+    for checkpoint, start in zip(parts, starts, strict=True):
         whole.groups = []
-        for index, states in enumerate(read_unsharded(whole, start, part.model["optimizer"])):
+        for index, states in enumerate(read_unsharded(whole, start, checkpoint.model["optimizer"])):
             if index == len(whole.positional):
                 whole.positional.append([])
             whole.positional[index] += states

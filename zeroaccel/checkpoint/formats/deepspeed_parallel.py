@@ -150,20 +150,20 @@ def joined(name: str, records: Sequence[TensorRecord], slices: Slices, where: st
     most = min(total, slices.most or total)
     shape = (*first.shape[:dim], most, *first.shape[dim + 1 :])
     inner = math.prod(first.shape[dim + 1 :])
-    runs: list[tuple[int, int, int]] = []  # (part, start in it, length) along `dim`, in the order of the whole
+    runs: list[tuple[int, int, int]] = []  # (part's index, start in it, length) along `dim`, in the order of the whole
     cursor = [0] * len(records)
     for block in blocks:
-        for part, size in enumerate(sizes):
+        for index, size in enumerate(sizes):
             length = size * block // total
-            runs.append((part, cursor[part], length))
-            cursor[part] += length
+            runs.append((index, cursor[index], length))
+            cursor[index] += length
     pieces: list[Piece] = []
     for row in range(math.prod(first.shape[:dim])):
         done = row * most
-        for part, start, length in runs:
+        for index, start, length in runs:
             length = min(length, (row + 1) * most - done)
-            begin = (row * sizes[part] + start) * inner
-            pieces += _cut(records[part], begin, length * inner, done * inner)
+            begin = (row * sizes[index] + start) * inner
+            pieces += _cut(records[index], begin, length * inner, done * inner)
             done += length
     return TensorRecord(first.dtype, shape, tuple(pieces))
 
@@ -195,27 +195,27 @@ class Parts:
     records: dict[str, list[TensorRecord]] = field(default_factory=dict)
     scalars: dict[str, Mapping[str, Any]] = field(default_factory=dict)
 
-    def add(self, contents: DeepSpeedContents, states: Any, part: DeepSpeedContents) -> None:
-        """Adds a part's files, names, groups, tensors and states; `states` are the part's `States`."""
+    def add(self, contents: DeepSpeedContents, states: Any, source: DeepSpeedContents) -> None:
+        """Adds the files, names, groups, tensors and states of the part `source`; `states` are its `States`."""
         by = len(contents.files)
-        contents.files += part.files
-        for key, record in {**part.tensors, **states.tensors}.items():
+        contents.files += source.files
+        for key, record in {**source.tensors, **states.tensors}.items():
             self.records.setdefault(key, []).append(shifted(record, by))
         for name, scalars in states.scalars.items():
             self.scalars.setdefault(name, {kind: _shifted_value(value, by) for kind, value in scalars.items()})
-        for name in part.order:
+        for name in source.order:
             if name not in contents.order:
                 contents.order.append(name)
-        contents.dtypes = {**part.dtypes, **contents.dtypes}
-        contents.ties = {**part.ties, **contents.ties}
-        contents.buffers += [name for name in part.buffers if name not in contents.buffers]
-        contents.shapes = {**part.shapes, **contents.shapes}
-        contents.frozen = {**part.frozen, **contents.frozen}
-        for index, group in enumerate(part.groups):
+        contents.dtypes = {**source.dtypes, **contents.dtypes}
+        contents.ties = {**source.ties, **contents.ties}
+        contents.buffers += [name for name in source.buffers if name not in contents.buffers]
+        contents.shapes = {**source.shapes, **contents.shapes}
+        contents.frozen = {**source.frozen, **contents.frozen}
+        for index, group in enumerate(source.groups):
             if index == len(contents.groups):
                 contents.groups.append(ParamGroup(group.options))
-            own = contents.groups[index].names
-            own += [name for name in group.names if name not in own]
+            names = contents.groups[index].names
+            names += [name for name in group.names if name not in names]
 
     def join(self, contents: DeepSpeedContents, rules: SliceRules) -> dict[str, TensorRecord]:
         """Joins the tensors; sets their shapes in `contents`; returns the records of states."""

@@ -338,9 +338,9 @@ def read_partitioned(
         contents.groups.append(ParamGroup(_without_params(settings)))
         num_holders = len(ranks) // counts[min(group, len(counts) - 1)]  # expert-parallel ranks, or 1
         for holder in range(num_holders):
-            own = named if num_holders == 1 else global_experts(named, holder)
-            _read_group(contents, group, own, ranks[holder::num_holders], padded=padded)
-            contents.groups[-1].names += own
+            held_shapes = named if num_holders == 1 else global_experts(named, holder)
+            _read_group(contents, group, held_shapes, ranks[holder::num_holders], padded=padded)
+            contents.groups[-1].names += held_shapes
 
 
 def global_experts(names: Mapping[str, tuple[int, ...]], rank: int) -> dict[str, tuple[int, ...]]:
@@ -415,8 +415,8 @@ def _add_flat(
 ) -> None:
     """Adds the masters of parameters that share one flat tensor on every rank, and their states."""
     ranks = [contents.elements(tensor) for tensor in tensors]
-    for (name, shape), own in zip(named.items(), positions, strict=True):
-        masters = pieces(own, ranks, f"parameter {name}")
+    for (name, shape), param_positions in zip(named.items(), positions, strict=True):
+        masters = pieces(param_positions, ranks, f"parameter {name}")
         contents.tensors[f"master/{name}"] = TensorRecord(tensors[0][1].dtype, shape, masters)
     contents.flats.append(FlatStates(list(named), list(named.values()), positions, partition_numel, states))
 

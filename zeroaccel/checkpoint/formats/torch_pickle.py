@@ -266,9 +266,9 @@ def _sizes(items: Sequence[Any]) -> Sequence[int]:
 
 
 def _device(*arguments: Any) -> str:
-    if any(type(part) not in (str, int) for part in arguments):
+    if any(type(argument) not in (str, int) for argument in arguments):
         raise TypeError("expected a name and a number")
-    text = ":".join(str(part) for part in arguments)
+    text = ":".join(str(argument) for argument in arguments)
     if len(text) > _LONGEST_NAME:
         raise TypeError(f"expected a name of at most {_LONGEST_NAME} characters")
     return text
