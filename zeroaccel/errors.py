@@ -47,7 +47,7 @@ _LONGEST = 9000
 
 def compose(where: str, *, expected: str = "", got: object = _ABSENT, fix: str = "") -> str:
     """Returns one sentence, ``where: expected X, got Y; do Z``, without the parts that the caller omits."""
-    facts = [part for part in (f"expected {expected}" if expected else "", _got(got)) if part]
+    facts = [fact for fact in (f"expected {expected}" if expected else "", _got(got)) if fact]
     body = ", ".join(facts)
     message = f"{where}: {body}" if body else where
     return f"{message}; {fix}" if fix else message

@@ -213,7 +213,7 @@ def gather_for_metrics(data: Any, samples: RealSamples | None = None, *, use_gat
     def of_all(tensor: Tensor) -> Tensor:
         rows = _rows(tensor, call)
         parts = rows[:, None] if tensor.dim() == 0 else rows
-        return torch.cat([part[:count] for part, count in zip(parts, next(counts_by_leaf), strict=True)])
+        return torch.cat([block[:count] for block, count in zip(parts, next(counts_by_leaf), strict=True)])
 
     return map_tensors(of_all, data)
 

@@ -157,7 +157,7 @@ def all_gather_coalesced(
             Works to wait for, one per tensor, with `async_op`; otherwise None.
     """
     gather = __getattr__("all_gather_into_tensor")
-    works = [gather(out, part, group, async_op=True) for out, part in zip(output_tensors, input_tensors, strict=True)]
+    works = [gather(out, sent, group, async_op=True) for out, sent in zip(output_tensors, input_tensors, strict=True)]
     return _awaited(works, async_op=async_op)
 
 

@@ -79,7 +79,7 @@ class _FacadeLoader(Loader):
         if module.__name__ == PACKAGE:
             numbers = VERSION.partition("+")[0].split(".")
             parts = zip(("major", "minor", "patch"), map(int, numbers), strict=True)
-            module.__dict__.update({f"__version_{part}__": number for part, number in parts}, __version__=VERSION)
+            module.__dict__.update({f"__version_{name}__": number for name, number in parts}, __version__=VERSION)
             module.__dict__.update(__git_hash__="unknown", __git_branch__="unknown")  # like a release
 
     def get_code(self, fullname: str) -> CodeType | None:

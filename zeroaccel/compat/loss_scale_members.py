@@ -142,14 +142,14 @@ _SCALE_NAMES = {
 
 def attach(engine: EngineBase) -> None:
     """Adds the members to the engine's loss scale and optimizer, if it has one, until the engine is destroyed."""
-    for part, members in ((engine.loss_scale, DeepSpeedLossScale), (engine.optimizer, DeepSpeedOptimizer)):
-        if part is not None:
-            engine.at_destroy(_extend(part, members, engine))
+    for target, members in ((engine.loss_scale, DeepSpeedLossScale), (engine.optimizer, DeepSpeedOptimizer)):
+        if target is not None:
+            engine.at_destroy(_extend(target, members, engine))
 
 
-def _extend(part: Any, members: type, engine: EngineBase) -> Callable[[], None]:
-    """Replaces the class of `part` by a subclass with these members; returns a function that restores it."""
-    original = type(part)
+def _extend(target: Any, members: type, engine: EngineBase) -> Callable[[], None]:
+    """Replaces the class of `target` by a subclass with these members; returns a function that restores it."""
+    original = type(target)
     names = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
@@ -157,14 +157,14 @@ def _extend(part: Any, members: type, engine: EngineBase) -> Callable[[], None]:
         "_extended": original,
         "_engine_reference": weakref.ref(engine),
     }
-    before = dict(vars(part))
-    part.__class__ = type(original.__name__, (members, original), names)
+    before = dict(vars(target))
+    target.__class__ = type(original.__name__, (members, original), names)
 
     def restore() -> None:
-        part.__class__ = original
+        target.__class__ = original
         for name in ("overflow", "parameter_offload"):
             if name not in before:
-                vars(part).pop(name, None)
+                vars(target).pop(name, None)
 
     return restore
 

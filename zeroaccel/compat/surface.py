@@ -47,9 +47,9 @@ _INIT = {
     "unregister_external_parameter": f"{_CALLS}:unregister_external_parameter",
 }
 _ACCESS = {
-    f"safe_{verb}_{part}_{what}": f"{_ZERO}:safe_{verb}_{part}_{what}"
+    f"safe_{verb}_{extent}_{what}": f"{_ZERO}:safe_{verb}_{extent}_{what}"
     for verb in ("get", "set")
-    for part in ("full", "local")
+    for extent in ("full", "local")
     for what in ("fp32_param", "grad", "optimizer_state")
 } | _same(_CALLS, "safe_update_full_grad_vectorized")
 _LEAVES = _same(

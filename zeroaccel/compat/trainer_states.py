@@ -188,8 +188,8 @@ class TrainerStates:
         assert engine is not None, "no engine has made a step"
         if self._trainer.hp_search_backend is None:
             self._trainer.store_flos()
-        part = _TrainerPart(folder, self._trainer, engine.collectives.job)
-        return StateSave(folder, {_TAG: engine}, part, engine.device)
+        trainer_part = _TrainerPart(folder, self._trainer, engine.collectives.job)
+        return StateSave(folder, {_TAG: engine}, trainer_part, engine.device)
 
 
 class _TrainerPart:
@@ -223,9 +223,9 @@ class _TrainerPart:
             torch.save(trainer.lr_scheduler.state_dict(), self._folder / _SCHEDULER)
         state = copy(trainer.state)
         exported: dict[str, list[Any]] = {name: [] for name in state.stateful_callbacks}
-        for part in (*trainer.callback_handler.callbacks, trainer.control):
-            if type(part).__name__ in exported:
-                exported[type(part).__name__].append(part.state())
+        for exporter in (*trainer.callback_handler.callbacks, trainer.control):
+            if type(exporter).__name__ in exported:
+                exported[type(exporter).__name__].append(exporter.state())
         state.stateful_callbacks = {name: each[0] if len(each) == 1 else each for name, each in exported.items()}
         state.save_to_json(str(self._folder / _TRAINER_STATE))
 

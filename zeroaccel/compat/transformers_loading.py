@@ -247,8 +247,8 @@ def _load(model: Any, files: Sequence[Path], load_config: Any) -> Any:
     targets = _Targets()
     with agreed(collectives, "from_pretrained: files"):
         indexed = (load_config.sharded_metadata or {}).get("weight_map") or {}
-        own = {name: file for name, file in indexed.items() if str(file).endswith(".safetensors")}
-        safe = SafetensorsFolder([file for file in files if file.suffix == ".safetensors"], own)
+        weight_map = {name: file for name, file in indexed.items() if str(file).endswith(".safetensors")}
+        safe = SafetensorsFolder([file for file in files if file.suffix == ".safetensors"], weight_map)
         values: dict[str, Tensor] = {name: safe[name] for name in safe.tensors}
         for file in files:
             if file.suffix != ".safetensors":
@@ -280,13 +280,13 @@ class _Targets:
 
     def add(self, model: Any, name: str, value: Tensor, record: Any, quantizer: Any) -> None:
         """Notes a value; takes the place of transformers' `set_param_for_module`."""
-        path, _, own = name.rpartition(".")
+        path, _, key = name.rpartition(".")
         module = model.get_submodule(path) if path else model
-        if own == "_extra_state":
+        if key == "_extra_state":
             module.set_extra_state(materialized(value))
             record.missing_keys.discard(name)
             return
-        target = getattr(module, own)
+        target = getattr(module, key)
         if target is None:
             record.unexpected_keys.add(name)
             return
@@ -297,10 +297,10 @@ class _Targets:
             return
         self._check_codes(name, target, value, is_known=quantizer is not None)
         target._is_hf_initialized = True  # transformers' initialization leaves it alone
-        if own in module._buffers:
-            self.buffers[module, own] = value
+        if key in module._buffers:
+            self.buffers[module, key] = value
         else:
-            self.parameters.setdefault(module, {})[own] = value
+            self.parameters.setdefault(module, {})[key] = value
 
     def _check_codes(self, name: str, target: Tensor, value: Tensor, *, is_known: bool) -> None:
         nodes = value.nodes() if isinstance(value, LazyTensor) else ()
@@ -321,8 +321,8 @@ class _Targets:
             shards: owner of new shards.
         """
         for module, values in self.parameters.items():
-            for own, value in values.items():
-                param = module._parameters.get(own)  # None for codes, which `keep_codes` added
+            for key, value in values.items():
+                param = module._parameters.get(key)  # None for codes, which `keep_codes` added
                 if param is None or param.is_meta or param.dtype is value.dtype:
                     continue
                 if (handle := handle_of(param)) is not None:
@@ -331,8 +331,8 @@ class _Targets:
                 forget_cast(param)
                 if handle is not None:
                     shards.shard(module)
-        for (module, own), value in self.buffers.items():
-            module._buffers[own] = module.get_buffer(own).to(value.dtype)
+        for (module, key), value in self.buffers.items():
+            module._buffers[key] = module.get_buffer(key).to(value.dtype)
 
     def keep_codes(self, model: Any, dtype: torch.dtype, device: torch.device) -> None:
         """Replaces parameters whose values come from codes by `CodedWeight`s.
@@ -343,14 +343,14 @@ class _Targets:
         """
         names = {module: name for name, module in model.named_modules()}
         for module, values in self.parameters.items():
-            for own, value in list(values.items()):
-                made = as_codes(f"{names[module]}.{own}", value, dtype, device)
+            for key, value in list(values.items()):
+                made = as_codes(f"{names[module]}.{key}", value, dtype, device)
                 if made is not None:
                     weight, codes = made
                     weight._is_hf_initialized = True  # type: ignore[attr-defined]
-                    module._parameters[own] = weight
-                    del values[own]
-                    values[f"{own}.{CODES}"] = codes
+                    module._parameters[key] = weight
+                    del values[key]
+                    values[f"{key}.{CODES}"] = codes
 
     def check(self, values: Mapping[str, Tensor], files: Sequence[Path], num_missing: int) -> None:
         """Raises UsageError if the files belong to another model, or have codes without known scales."""
@@ -384,8 +384,8 @@ def _fill(model: Any, targets: _Targets, safe: SafetensorsFolder, collectives: C
         for module, values in targets.parameters.items():
             load_module(module, values)
             show(sum(each.numel() * each.element_size() for each in values.values()))
-        for (module, own), value in targets.buffers.items():
-            load_buffer(module, own, value, shards.destination.device)
+        for (module, key), value in targets.buffers.items():
+            load_buffer(module, key, value, shards.destination.device)
             show(value.numel() * value.element_size())
     if shards.registry.units:
         note_places(model)
@@ -460,9 +460,9 @@ def _mapped(file: Path) -> dict[str, Tensor]:
 
 def _check_same(collectives: Collectives, values: Mapping[str, Tensor]) -> None:
     """Raises UsageError if the ranks see files with different tensors. (all ranks)"""
-    own = {name: (tuple(each.shape), str(each.dtype)) for name, each in values.items()}
+    facts = {name: (tuple(each.shape), str(each.dtype)) for name, each in values.items()}
     digests = collectives.gather_objects(
-        zlib.crc32(repr(sorted(own.items())).encode()), "from_pretrained: names and shapes"
+        zlib.crc32(repr(sorted(facts.items())).encode()), "from_pretrained: names and shapes"
     )
     others = [rank for rank, each in enumerate(digests) if each != digests[0]]
     if others:

@@ -126,15 +126,15 @@ def _hjson_as_json5(text: str) -> tuple[str, int, str] | None:
         token = _HJSON_TOKEN.match(text, position)
         if token is None:
             return None
-        kind, part = str(token.lastgroup), token.group()
+        kind, lexeme = str(token.lastgroup), token.group()
         position = token.end()
         if kind in ("space", "hash", "comment"):
-            is_next_line |= "\n" in part
-            parts.append(part if kind != "hash" else " " * len(part))
+            is_next_line |= "\n" in lexeme
+            parts.append(lexeme if kind != "hash" else " " * len(lexeme))
             if kind == "hash":
                 changes.append((token.start(), "a comment starts with #"))
             continue
-        if ended is not None and part not in ("}", "]", ","):
+        if ended is not None and lexeme not in ("}", "]", ","):
             if not is_next_line or not inside:
                 return None
             parts.insert(ended, ",")
@@ -145,13 +145,13 @@ def _hjson_as_json5(text: str) -> tuple[str, int, str] | None:
             line = text[token.start() :].partition("\n")[0]
             if set(line) & set("\"'{}[]"):
                 return None  # more likely a missing comma within the line
-            part, position = json.dumps(line.strip()), token.start() + len(line)
+            lexeme, position = json.dumps(line.strip()), token.start() + len(line)
             changes.append((token.start(), "a text has no quotes"))
-        parts.append(part)
+        parts.append(lexeme)
         if kind == "mark":
-            _note_bracket(inside, part)
-            is_value = part == ":"
-            ended, end = (len(parts) if part in "}]" else None), position
+            _note_bracket(inside, lexeme)
+            is_value = lexeme == ":"
+            ended, end = (len(parts) if lexeme in "}]" else None), position
         elif is_value or not is_object:
             ended, end, is_value = len(parts), position, False
         is_next_line = False
@@ -210,15 +210,15 @@ def _check_bounds(text: str, name: str) -> None:
         raise ConfigError(name, expected=f"a config of at most {_MOST_CHARACTERS} characters", got=len(text))
     levels = 0
     for token in _TOKEN.finditer(text):
-        part = token.group()
+        lexeme = token.group()
         what = ""
-        if part in ("{", "["):
+        if lexeme in ("{", "["):
             levels += 1
             what = f"nested more than {_MOST_LEVELS} levels deep" if levels > _MOST_LEVELS else ""
-        elif part in ("}", "]"):
+        elif lexeme in ("}", "]"):
             levels -= 1
-        elif token.lastgroup == "word" and len(part) > _LONGEST_NUMBER and part[0] in "+-.0123456789":
-            what = f"a number of {len(part)} characters, the maximum is {_LONGEST_NUMBER}"
+        elif token.lastgroup == "word" and len(lexeme) > _LONGEST_NUMBER and lexeme[0] in "+-.0123456789":
+            what = f"a number of {len(lexeme)} characters, the maximum is {_LONGEST_NUMBER}"
         if what:
             line, column = _line_and_column(text, token.start())
             raise ConfigError(f"{name}:{line}:{column}: {what}\n{excerpt(text, line, column)}")

@@ -132,12 +132,12 @@ def count_rounds(batches: int, rules: ShardingRules, *, rank: int = 0, last_size
         last_size: number of samples in the order's last batch; None if unknown.
     """
     if rules.split:
-        part = rules.part
-        assert part, "splitting batches needs a batch size"
+        share = rules.part
+        assert share, "splitting batches needs a batch size"
         size = rules.batch_size if last_size is None else last_size
         # The last batch may be too small for a full round, or for this rank to get a part of it.
         dropped = rules.drop_last and size != rules.batch_size
-        missed = not rules.even and not rules.drop_last and size is not None and size <= rank * part
+        missed = not rules.even and not rules.drop_last and size is not None and size <= rank * share
         return batches - (batches > 0 and (dropped or missed))
     full, remainder = divmod(batches, rules.world_size)
     if rules.drop_last:
@@ -157,13 +157,13 @@ def _with_last(rounds: Iterator[_Round[T]]) -> Iterator[list[RankBatch[T]]]:
 
 
 def _rounds(batches: Iterable[Sequence[T]], rules: ShardingRules) -> Iterator[_Round[T]]:
-    part = rules.part
-    assert part != 0, "a part needs at least one sample"
-    full = rules.world_size * (part or 1)
+    share = rules.part
+    assert share != 0, "a part needs at least one sample"
+    full = rules.world_size * (share or 1)
     first: list[Any] = []
     for group in _groups(batches, 1 if rules.split else rules.world_size):
         # A round consists of samples, or of whole batches if these have different sizes.
-        items: list[Any] = list(map(list, group)) if part is None else list(chain.from_iterable(group))
+        items: list[Any] = list(map(list, group)) if share is None else list(chain.from_iterable(group))
         first = first or list(items)
         num_real = len(items)
         if num_real < full and rules.drop_last:
@@ -172,11 +172,11 @@ def _rounds(batches: Iterable[Sequence[T]], rules: ShardingRules) -> Iterator[_R
             # Fill with the first samples of the epoch, like torch's DistributedSampler; `cycle`, because the epoch may
             # have fewer samples than are missing.
             items += islice(cycle(first), full - num_real)
-        parts = items if part is None else [items[start : start + part] for start in range(0, len(items), part)]
-        if part is None:
+        parts = items if share is None else [items[start : start + share] for start in range(0, len(items), share)]
+        if share is None:
             real = tuple(len(batch) if index < num_real else 0 for index, batch in enumerate(items))
         else:
-            real = tuple(min(part, max(0, num_real - start)) for start in range(0, len(items), part))
+            real = tuple(min(share, max(0, num_real - start)) for start in range(0, len(items), share))
         yield _Round(parts, real if num_real < len(items) else None)
 
 

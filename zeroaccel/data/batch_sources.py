@@ -317,14 +317,14 @@ def tokens_of(sample: Any) -> int:
         >>> tokens_of({"input_ids": [5, 6, 7]}), tokens_of((torch.arange(4), 1)), tokens_of([1, 2])
         (3, 4, 2)
     """
-    part = sample
+    ids = sample
     if isinstance(sample, Mapping):
-        part = sample.get("input_ids")
+        ids = sample.get("input_ids")
     elif isinstance(sample, tuple) and sample:
-        part = sample[0]
-    if isinstance(part, str) or not isinstance(part, Sized) or (isinstance(part, Tensor) and part.dim() == 0):
+        ids = sample[0]
+    if isinstance(ids, str) or not isinstance(ids, Sized) or (isinstance(ids, Tensor) and ids.dim() == 0):
         raise TypeError(f"{type(sample).__name__!r} has no number of tokens")
-    return len(part)
+    return len(ids)
 
 
 def warn_unbalanced(dataset: Any, reason: object) -> None:

@@ -134,7 +134,7 @@ class _Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         normed = self.attention_norm(x)
         parts = (self.q, self.k, self.v)
-        q, k, v = (part(normed).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
+        q, k, v = (linear(normed).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for linear in parts)
         q, k = q * 1.0, k * 1.0  # in place of the rotary embedding
         if self.exchange is None:
             mixed, _ = _attend(self, q, k, v, None)

@@ -103,8 +103,8 @@ def part_of(subject: Subject, workload: Workload, place: int, sent: SentBytes) -
     blocks = min((axis.blocks(shape, place) for axis in axes), key=len)
 
     def build_decoder(layers: int | None) -> tuple[nn.Module, Schedule]:
-        part = replace(shape, layers=len(blocks) if layers is None else layers)
-        return divided(Decoder(part, is_first=blocks.start == 0, is_last=blocks.stop == shape.layers), predict_tokens)
+        sizes = replace(shape, layers=len(blocks) if layers is None else layers)
+        return divided(Decoder(sizes, is_first=blocks.start == 0, is_last=blocks.stop == shape.layers), predict_tokens)
 
     return Part(build_decoder, len(blocks))
 

@@ -127,7 +127,7 @@ def short_traces(
         blocks are too few or unknown.
     """
     sent = SentBytes()
-    part = part_of(subject, workload, kind.pipeline_stage, sent)
+    rank_model = part_of(subject, workload, kind.pipeline_stage, sent)
     how = _How(kind.on_cpu, kind.offloads_params, sent, subject.name)
     # The extrapolation counts from both ends, so a short model has as many blocks behind those of another kind.
     shortest = _EDGES + 2 * subject.leading + _blocks_at_once(subject, workload, kind)
@@ -136,12 +136,12 @@ def short_traces(
         key = workload, kind, layers, every_operation or layers is not None
         if key not in subject.traces:
             made = how._replace(every_operation=key[-1])
-            subject.traces[key] = _trace(partial(part.build, layers), workload, kind.stage, made)
+            subject.traces[key] = _trace(partial(rank_model.build, layers), workload, kind.stage, made)
         return subject.traces[key]
 
-    if not lengths or shortest + 2 >= part.layers:
+    if not lengths or shortest + 2 >= rank_model.layers:
         return [run(None)], 0
-    return [run(shortest + more) for more in lengths], part.layers - shortest - 2
+    return [run(shortest + more) for more in lengths], rank_model.layers - shortest - 2
 
 
 def _blocks_at_once(subject: Subject, workload: Workload, kind: StepKind) -> int:

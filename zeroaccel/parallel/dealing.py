@@ -67,8 +67,8 @@ class Dealing:
 
     def share(self, rank: int) -> range:
         """Returns the heads of a rank."""
-        parts, part = self.ranks // self.ring_size, rank // self.ring_size
-        return range(part * self.heads // parts, (part + 1) * self.heads // parts)
+        rings, ring = self.ranks // self.ring_size, rank // self.ring_size
+        return range(ring * self.heads // rings, (ring + 1) * self.heads // rings)
 
     def groups(self, rank: int, groups: int) -> list[int]:
         """Returns the groups of a rank, of `groups` in all."""
@@ -97,7 +97,7 @@ class Dealing:
         # Smaller ones between two ranks: each has half of the sequence, besides pieces of the other on their way.
         split = 2 if size == 2 else 1
         place, count = rank % size, 2 * size * split
-        numbers = [position * split + part for position in (place, 2 * size - 1 - place) for part in range(split)]
+        numbers = [position * split + piece for position in (place, 2 * size - 1 - place) for piece in range(split)]
         return [range(length * number // count, length * (number + 1) // count) for number in numbers]
 
     def all_pieces(self, run: int) -> list[range]:
@@ -154,7 +154,7 @@ def to_heads(group: SequenceGroup, dealing: Dealing, dealt: Sequence[Dealt], lab
             )
         received = group.exchange_parts(parts, [sum(map(math.prod, of_rank)) for of_rank in shapes], label)
         runs = [
-            part.split([math.prod(shape) for shape in of_rank]) for part, of_rank in zip(received, shapes, strict=True)
+            flat.split([math.prod(shape) for shape in of_rank]) for flat, of_rank in zip(received, shapes, strict=True)
         ]
         for place, index in enumerate(indices):
             whole = torch.cat([runs[r][place].view(shapes[r][place]) for r in range(group.size)], 1)
@@ -172,11 +172,11 @@ def to_tokens(group: SequenceGroup, dealing: Dealing, dealt: Dealt, run: int, la
     """Returns this rank's tokens of all heads, from its heads over all tokens. Differentiable. (all ranks)"""
     front = _front(dealt)
     counts = [dealing.count(rank, group.rank, run) for rank in range(group.size)]
-    parts = [part.reshape(-1) for part in front.split(counts, 1)]
+    parts = [tokens.reshape(-1) for tokens in front.split(counts, 1)]
     spans = [dealing.spans(group.rank, rank, run) for rank in range(group.size)]
     shapes = [(len(dealing.share(rank)), sum(map(len, spans[rank])), *front.shape[2:]) for rank in range(group.size)]
     received = group.exchange_parts(parts, list(map(math.prod, shapes)), label)
-    pieces = [part.view(shape) for part, shape in zip(received, shapes, strict=True)]
+    pieces = [flat.view(shape) for flat, shape in zip(received, shapes, strict=True)]
     together = dealing.ring_size
     if together > 1:
         shares = []

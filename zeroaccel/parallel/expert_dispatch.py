@@ -312,7 +312,7 @@ def _join(parts: Sequence[Tensor], routes: Sequence[Route]) -> Tensor:
     """Joins the rows of all routes by expert: the inverse of `_cut`."""
     if len(routes) == 1:
         return parts[0]
-    pieces = [part.split(route.sent) for part, route in zip(parts, routes, strict=True)]
+    pieces = [rows.split(route.sent) for rows, route in zip(parts, routes, strict=True)]
     return torch.cat([piece for of_rank in zip(*pieces, strict=True) for piece in of_rank])
 
 
@@ -405,7 +405,7 @@ def _paired(
     """Exchanges rows, (n, H), and numbers of another dtype, (n,), in one message per rank."""
     bytes_of = [tensor.contiguous().view(torch.uint8) for tensor in (rows, scales.unsqueeze(1))]
     arrived = _exchanged(torch.cat(bytes_of, 1), ranks, received, sent, label)
-    parts = arrived.split([part.shape[1] for part in bytes_of], 1)
+    parts = arrived.split([columns.shape[1] for columns in bytes_of], 1)
     return parts[0].contiguous().view(rows.dtype), parts[1].contiguous().view(scales.dtype).squeeze(1)
 
 

@@ -197,7 +197,7 @@ class ExpertCut(Cut):
     def _reserve(self) -> None:
         """Raises if memory is too small for a layer's experts and gradients, before ranks wait for each other."""
         layers = [[layer.module.get_parameter(key) for key in layer.params] for layer, _ in self._computed]
-        most = max((sum(part.numel() * part.element_size() for part in parts) for parts in layers), default=0)
+        most = max((sum(param.numel() * param.element_size() for param in parts) for parts in layers), default=0)
         torch.empty(2 * self.size * most, dtype=torch.uint8, device=self._ranks.topology.device)
 
     def _compare(
@@ -207,7 +207,7 @@ class ExpertCut(Cut):
         inputs = dict(zip(layer.inputs, args, strict=False)) | named
         leaves = {key: inputs[key].detach().requires_grad_() for key in layer.inputs if key in _LEAVES}
         params: dict[str, Any] = {key: getattr(layer.module, key) for key in layer.params}
-        used = {key: (self._join(part) if whole else part.detach()).requires_grad_() for key, part in params.items()}
+        used = {key: (self._join(param) if whole else param.detach()).requires_grad_() for key, param in params.items()}
         with layer.using(used), torch.enable_grad():
             out = forward(*((inputs | leaves)[key] for key in layer.inputs))
             loss = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out).to(out.dtype)
@@ -217,10 +217,10 @@ class ExpertCut(Cut):
             self._found.append((key, grad.chunk(self.size)[self.index] if whole else grad / self.size))
         return out.detach()
 
-    def _join(self, part: Tensor) -> Tensor:
-        rows = part.new_empty(self.size * part.shape[0], *part.shape[1:]).detach()
-        self._ranks.all_gather(rows.view(-1), part.detach().contiguous().view(-1), "join experts").wait()
-        return rows
+    def _join(self, rows: Tensor) -> Tensor:
+        joined = rows.new_empty(self.size * rows.shape[0], *rows.shape[1:]).detach()
+        self._ranks.all_gather(joined.view(-1), rows.detach().contiguous().view(-1), "join experts").wait()
+        return joined
 
 
 def _splits(found: Iterable[Experts], ranks: int, rank: int) -> dict[int, Split]:

@@ -156,10 +156,10 @@ class PipelineAxis(Axis):
                 expected="an optimizer that updates elements or tensors independently",
                 fix="use one such as AdamW or SGD, or set pp=1",
             )
-        for part in stage.parts:
-            if not any(param in optimizer.groups for param in part.params):
+        for stage_part in stage.parts:
+            if not any(param in optimizer.groups for param in stage_part.params):
                 raise UsageError(
-                    f"pipeline: stage {part.index}",
+                    f"pipeline: stage {stage_part.index}",
                     expected="at least one parameter to train on every stage",
                     got="none",
                     fix="choose another PipelineConfig(split), or set pp=1",

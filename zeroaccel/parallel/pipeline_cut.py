@@ -191,11 +191,11 @@ class Stage(ABC):
         return list(range(self.index, self.num_parts, self.count))
 
     @abstractmethod
-    def run(self, part: StagePart, forward: Callable[..., Any], batch: Any, received: Tensor | None) -> Tensor:
+    def run(self, stage: StagePart, forward: Callable[..., Any], batch: Any, received: Tensor | None) -> Tensor:
         """Runs one micro-batch; returns the hidden states for the next stage, or on the last one the loss, a scalar.
 
         Args:
-            part: the stage to run.
+            stage: the stage to run.
             forward: forward of the model.
             received: output of the previous stage; None on the first.
         """
@@ -367,13 +367,13 @@ class _StageModule:
     Attributes:
         kind: a child of an nn.Sequential; a block; or one of the ends before and after the blocks, which counts its
             own parameters and not those of its submodules.
-        part: number of the stage.
+        number: number of the stage.
         places: (parent, name) pairs of the module in the model.
         stand_in: replacement on other ranks, and on the same rank while another stage runs.
     """
 
     kind: Literal["child", "block", "end"]
-    part: int
+    number: int
     module: nn.Module
     places: Sequence[tuple[nn.Module, str]]
     stand_in: nn.Module
@@ -392,29 +392,29 @@ def _divide(stage: Stage, pieces: Sequence[_StageModule], firsts: Sequence[int])
     stage.shared = _shared(stage, pieces)
     local_parts, last = stage.own_parts, stage.num_parts - 1
     for piece in pieces:
-        for parent, name in piece.places if piece.part not in local_parts else ():
+        for parent, name in piece.places if piece.number not in local_parts else ():
             parent._modules[name] = piece.stand_in
     copies = {id(item.copy.module): item.copy for item in stage.shared if item.copy is not None}
     for parent in list(stage.model.modules()):
         for name, module in parent._modules.items():
             if id(module) in copies:
                 parent._modules[name] = copies[id(module)]
-    for part in local_parts:
+    for index in local_parts:
         params = (
             param
             for piece in pieces
-            if piece.part == part
+            if piece.number == index
             for module in piece.modules()
             for param in copies.get(id(module), module)._parameters.values()
         )
         others = tuple(
             (*place, piece.stand_in)
             for piece in pieces
-            if piece.part in local_parts and piece.part != part
+            if piece.number in local_parts and piece.number != index
             for place in piece.places
         )
         ids = frozenset(id(param) for param in params if param is not None)
-        stage.parts.append(StagePart(part, part == 0, part == last, ids, others, firsts[part], firsts[part + 1]))
+        stage.parts.append(StagePart(index, index == 0, index == last, ids, others, firsts[index], firsts[index + 1]))
 
 
 def _shared(stage: Stage, pieces: Sequence[_StageModule]) -> list[SharedParameter]:
@@ -430,12 +430,12 @@ def _shared(stage: Stage, pieces: Sequence[_StageModule]) -> list[SharedParamete
     shared = []
     parts_between: dict[tuple[int, int], tuple[int, int]] = {}
     for key, places in holders.items():
-        parts = sorted({piece.part for piece, *_ in places})
+        parts = sorted({piece.number for piece, *_ in places})
         if len(parts) == 1:
             continue
         first, last = parts[0], parts[-1]
         owner, reader = first % stage.count, last % stage.count
-        readers = [place for place in places if place[0].part == last]
+        readers = [place for place in places if place[0].number == last]
         piece, module, attribute = readers[0]
         is_alone = piece.kind == "end" or sum(param is not None for param in module._parameters.values()) == 1
         if (
@@ -497,11 +497,11 @@ class _SequentialStage(Stage):
         super().__init__(model, whole, index, count, config.stages_on(count, len(model)))
         self._loss = config.loss
 
-    def run(self, part: StagePart, forward: Callable[..., Any], batch: Any, received: Tensor | None) -> Tensor:
-        with part.alone():
+    def run(self, stage: StagePart, forward: Callable[..., Any], batch: Any, received: Tensor | None) -> Tensor:
+        with stage.alone():
             output = forward(batch[0] if received is None else received)
-        if not part.is_last:
-            return _single(output, f"stage {part.index} of the nn.Sequential")
+        if not stage.is_last:
+            return _single(output, f"stage {stage.index} of the nn.Sequential")
         assert self._loss is not None, "an nn.Sequential needs a loss"
         return _scalar(self._loss(output, batch[1]), "PipelineConfig(loss)")
 
@@ -524,9 +524,9 @@ def _cut_sequential(
     firsts = [*_firsts(own_costs, stage.num_parts, config, model), len(model)]
     children = list(model._modules.items())
     pieces = [
-        _StageModule("child", part, child, [(model, name)], _Nothing())
-        for part in range(stage.num_parts)
-        for name, child in children[firsts[part] : firsts[part + 1]]
+        _StageModule("child", number, child, [(model, name)], _Nothing())
+        for number in range(stage.num_parts)
+        for name, child in children[firsts[number] : firsts[number + 1]]
         if child is not None
     ]
     _divide(stage, pieces, firsts)
@@ -597,11 +597,11 @@ class _BlockStage(Stage):
         dtype = next(param.dtype for param in self.model.parameters() if param.is_floating_point())
         rows = torch.randn(_TRIAL_ROWS, self.width, generator=torch.Generator().manual_seed(0))
         received = rows.to(ids.device, dtype)[ids % _TRIAL_ROWS]
-        return [self.outputs(part, self.model, batch, None if part.is_first else received) for part in self.parts]
+        return [self.outputs(stage, self.model, batch, None if stage.is_first else received) for stage in self.parts]
 
-    def run(self, part: StagePart, forward: Callable[..., Any], batch: Any, received: Tensor | None) -> Tensor:
-        output = self.outputs(part, forward, batch, received)
-        if not part.is_last:
+    def run(self, stage: StagePart, forward: Callable[..., Any], batch: Any, received: Tensor | None) -> Tensor:
+        output = self.outputs(stage, forward, batch, received)
+        if not stage.is_last:
             return output  # type: ignore[no-any-return]
         if self._loss is not None:
             return _scalar(self._loss(output, batch), "PipelineConfig(loss)")
@@ -611,20 +611,20 @@ class _BlockStage(Stage):
         return _scalar(loss, "the model's loss")
 
     def outputs(
-        self, part: StagePart, forward: Callable[..., Any], batch: Mapping[str, Any], received: Tensor | None
+        self, stage: StagePart, forward: Callable[..., Any], batch: Mapping[str, Any], received: Tensor | None
     ) -> Any:
         """Returns the hidden states for the next stage, or on the last one the model's own output."""
         _refuse_router_loss("pipeline: batch", batch.get("output_router_logits"))
         kwargs = {**batch, "use_cache": False, "return_dict": True}
-        if not part.is_last:
+        if not stage.is_last:
             kwargs = {key: value for key, value in kwargs.items() if key not in _LOSS_KEYS}
         elif kwargs.get("labels") is None and "shift_labels" in kwargs:  # models need `labels` for a loss
             kwargs["labels"] = kwargs["shift_labels"]
-        self.carry.begin, self.carry.end, self.carry.received = part.begin, part.end, received
+        self.carry.begin, self.carry.end, self.carry.received = stage.begin, stage.end, received
         try:
-            with part.alone():
+            with stage.alone():
                 output = forward(**kwargs)
-            return output if part.is_last else self.carry.sent
+            return output if stage.is_last else self.carry.sent
         finally:
             self.carry.received = self.carry.sent = None
 
@@ -762,13 +762,13 @@ class _BlockCut:
             for name, module in parent._modules.items():
                 places.setdefault(id(module), []).append((parent, name))
 
-        def piece(kind: Literal["block", "end"], part: int, module: nn.Module, stand_in: nn.Module) -> _StageModule:
-            return _StageModule(kind, part, module, places.get(id(module), ()), stand_in)
+        def piece(kind: Literal["block", "end"], number: int, module: nn.Module, stand_in: nn.Module) -> _StageModule:
+            return _StageModule(kind, number, module, places.get(id(module), ()), stand_in)
 
         pieces = [
-            piece("block", part, self.blocks[at], _OtherBlock(self.blocks[at], stage.carry, at, in_tuple=in_tuple))
-            for part in range(stage.num_parts)
-            for at in range(firsts[part], firsts[part + 1])
+            piece("block", number, self.blocks[at], _OtherBlock(self.blocks[at], stage.carry, at, in_tuple=in_tuple))
+            for number in range(stage.num_parts)
+            for at in range(firsts[number], firsts[number + 1])
         ]
         several = stage.num_parts > 1
         for name in before:
@@ -776,8 +776,8 @@ class _BlockCut:
             pieces.append(piece("end", 0, self.others[name], stand_in))
         pieces += [piece("end", stage.num_parts - 1, self.others[name], _Nothing()) for name in after]
         _divide(stage, pieces, firsts)
-        for part in stage.parts if verify else ():
-            self._verify(stage, part)
+        for stage_part in stage.parts if verify else ():
+            self._verify(stage, stage_part)
         return stage
 
     def _no_input(self, name: str, carry: Carry) -> _NoInput:
@@ -789,15 +789,15 @@ class _BlockCut:
             raise _cannot(self.model, f"{name}, which maps {tuple(source)} to {tuple(output)}")
         return _NoInput(carry, output[-1], adds_dim=adds_dim)
 
-    def _verify(self, stage: _BlockStage, part: StagePart) -> None:
+    def _verify(self, stage: _BlockStage, stage_part: StagePart) -> None:
         """Raises unless the stage, given the whole model's hidden states, computes the same output as the model."""
         with evaluating(self.model):
-            received = None if part.is_first else self.trace.inputs[part.begin]
-            output = stage.outputs(part, self.model, {"input_ids": self.ids}, received)
-        result = self._logits(output) if part.is_last else output
-        expected = self.trace.result if part.is_last else self.trace.outputs[part.end - 1]
+            received = None if stage_part.is_first else self.trace.inputs[stage_part.begin]
+            output = stage.outputs(stage_part, self.model, {"input_ids": self.ids}, received)
+        result = self._logits(output) if stage_part.is_last else output
+        expected = self.trace.result if stage_part.is_last else self.trace.outputs[stage_part.end - 1]
         if not isinstance(result, Tensor) or expected is None or not torch.equal(result, expected):
-            raise _cannot(self.model, f"stage {part.index}, which depends on more than the hidden states")
+            raise _cannot(self.model, f"stage {stage_part.index}, which depends on more than the hidden states")
 
     @staticmethod
     def _logits(output: Any) -> Tensor:

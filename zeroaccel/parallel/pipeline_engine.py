@@ -239,7 +239,7 @@ class PipelineEngine(EngineBase):
         """Returns the shapes sent between stages, from one forward through all of them. (all ranks)"""
         shapes: list[TensorShape] = []
         width = self._stage_width
-        own_parts = {part.index: part for part in self.stage.parts}
+        own_parts = {stage.index: stage for stage in self.stage.parts}
         for index in range(self.stage.num_parts - 1):
             shape: TensorShape | None = None
             if index in own_parts:
@@ -275,14 +275,14 @@ class PipelineEngine(EngineBase):
             )
         return batches
 
-    def _forward_of(self, part: StagePart, micro_batch: int, received: Tensor | None) -> Tensor:
+    def _forward_of(self, stage: StagePart, micro_batch: int, received: Tensor | None) -> Tensor:
         """Computes a stage's forward of one micro-batch."""
         for shared in self.stage.shared:
             if shared.copy is not None:
                 shared.copy.micro_batch = micro_batch
         batch = self._batches[micro_batch] if self._batches else None
-        output = self.stage.run(part, self.run_forward, batch, received)
-        if part.is_last and self.sequence_group.size > 1:
+        output = self.stage.run(stage, self.run_forward, batch, received)
+        if stage.is_last and self.sequence_group.size > 1:
             return self.sequence_group.mean_loss(output, batch[SHIFTED_LABELS])  # type: ignore[index]
         return output
 
@@ -294,7 +294,7 @@ class PipelineEngine(EngineBase):
         return loss * factor if factor != 1.0 else loss
 
     def _backward_of(
-        self, part: StagePart, micro_batch: int, run: Callable[[], Sequence[nn.Parameter]], *, inputs_only: bool = False
+        self, stage: StagePart, micro: int, run: Callable[[], Sequence[nn.Parameter]], *, inputs_only: bool = False
     ) -> None:
         """Does the work of `Engine.backward` and `step` for one micro-batch, except the update of the last one.
 
@@ -305,18 +305,18 @@ class PipelineEngine(EngineBase):
             inputs_only: this is the first half of a split backward, which computes no gradients of weights.
         """
         micro_batches = self.settings.accumulation
-        self._backwards[part.index] += not inputs_only
+        self._backwards[stage.index] += not inputs_only
         # A stage's gradients are complete with its own last micro-batch; other stages of the rank may follow.
-        self.decide_boundary(not inputs_only and self._backwards[part.index] == micro_batches)
+        self.decide_boundary(not inputs_only and self._backwards[stage.index] == micro_batches)
         self._report.begin("backward")
         is_whole = len(self.stage.parts) == 1 and not inputs_only
-        self.grad_reducer.expect(None if is_whole else frozenset() if inputs_only else part.params)
+        self.grad_reducer.expect(None if is_whole else frozenset() if inputs_only else stage.params)
         self._begin_backward(direct=False)
         for param in run():
             self.on_grad_ready(param)
         if not inputs_only:
-            self._take_returned(part)
-            self._return_gradients(part, micro_batch)
+            self._take_returned(stage)
+            self._return_gradients(stage, micro)
         self._end_backward()
         self._report.end("backward")
         if inputs_only:
@@ -371,8 +371,8 @@ class PipelineEngine(EngineBase):
         micro_batches = range(self.settings.accumulation)
         entered: list[list[Tensor | None]] = [[None for _ in micro_batches]]  # per stage, its inputs
         left: list[list[Tensor]] = []
-        for part in earlier:
-            left.append([self._forward_at(part, micro, entered[-1][micro]) for micro in micro_batches])
+        for stage in earlier:
+            left.append([self._forward_at(stage, micro, entered[-1][micro]) for micro in micro_batches])
             entered.append([output.detach().requires_grad_(training) for output in left[-1]])
             if not training:
                 left.clear()
@@ -382,29 +382,29 @@ class PipelineEngine(EngineBase):
             loss = self._forward_at(last, micro, entered[-1][micro])
             loss = self._scaled(loss, losses)
             gradients += [self._backward_at(last, micro, loss, entered[-1][micro])] if training else []
-        for part in reversed(earlier) if training else ():
+        for stage in reversed(earlier) if training else ():
             entered.pop()
             outputs = left.pop()
             outputs.reverse()
             for micro in micro_batches:  # `pop` frees the graph of each micro-batch after its backward
-                gradients[micro] = self._backward_at(part, micro, outputs.pop(), entered[-1][micro], gradients[micro])
+                gradients[micro] = self._backward_at(stage, micro, outputs.pop(), entered[-1][micro], gradients[micro])
 
-    def _forward_at(self, part: StagePart, micro: int, received: Tensor | None) -> Tensor:
-        self._activity(f"forward of micro-batch {micro} through layers {part.begin} to {part.end - 1}")
-        return self._forward_of(part, micro, received)
+    def _forward_at(self, stage: StagePart, micro: int, received: Tensor | None) -> Tensor:
+        self._activity(f"forward of micro-batch {micro} through layers {stage.begin} to {stage.end - 1}")
+        return self._forward_of(stage, micro, received)
 
     def _backward_at(
-        self, part: StagePart, micro: int, output: Tensor, received: Tensor | None, gradient: Tensor | None = None
+        self, stage: StagePart, micro: int, output: Tensor, received: Tensor | None, gradient: Tensor | None = None
     ) -> Tensor | None:
         """Returns the gradient of the stage's input, or None on the first stage."""
-        self._activity(f"backward of micro-batch {micro} through layers {part.begin} to {part.end - 1}")
+        self._activity(f"backward of micro-batch {micro} through layers {stage.begin} to {stage.end - 1}")
 
         def run() -> tuple[()]:
             if output.requires_grad:  # not before the first trained parameter
                 torch.autograd.backward(output, gradient)
             return ()
 
-        self._backward_of(part, micro, run)
+        self._backward_of(stage, micro, run)
         return None if received is None else received.grad
 
     def _schedule(self, boundaries: Sequence[TensorShape], *, training: bool) -> tuple[Any, list[_ScheduledStage]]:
@@ -413,7 +413,7 @@ class PipelineEngine(EngineBase):
         if key not in self._schedules:
             for other in [known for known in self._schedules if known[1] == training]:
                 del self._schedules[other]
-            scheduled = [_ScheduledStage(self, part, boundaries) for part in self.stage.parts]
+            scheduled = [_ScheduledStage(self, stage, boundaries) for stage in self.stage.parts]
             kind: Any = self._schedule_class if training else self._eval_class
             schedule = kind(
                 scheduled[0] if issubclass(kind, PipelineScheduleSingle) else scheduled,
@@ -445,10 +445,10 @@ class PipelineEngine(EngineBase):
             param.grad.add_(returned)  # type: ignore[union-attr]
         super().on_grad_ready(param)
 
-    def _take_returned(self, part: StagePart) -> None:
+    def _take_returned(self, stage: StagePart) -> None:
         """Gives parameters that a stage's backward did not reach the gradient of the other stage."""
         for shared in self._owned.values():
-            if shared.owning_part == part.index and shared.name not in self._added and shared.param is not None:
+            if shared.owning_part == stage.index and shared.name not in self._added and shared.param is not None:
                 returned = self._returned(shared)
                 if returned is not None:
                     shared.param.grad = returned
@@ -519,10 +519,10 @@ class PipelineEngine(EngineBase):
                 self.pipeline.receive(gradient, reader, f"gradient of {shared.name}")
                 self._arrived[shared.name] = gradient
 
-    def _return_gradients(self, part: StagePart, micro_batch: int) -> None:
+    def _return_gradients(self, stage: StagePart, micro_batch: int) -> None:
         """Sends the gradients of copies to the owning stage."""
         for shared in self.stage.shared:
-            if shared.copy is not None and shared.copy.is_trained and shared.reading_part == part.index:
+            if shared.copy is not None and shared.copy.is_trained and shared.reading_part == stage.index:
                 leaf = shared.copy.leaves.pop(micro_batch)
                 gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()
                 if self._is_layer_major:
@@ -572,9 +572,9 @@ class _ScheduledStage(PipelineStage):
         unit: a tensor that this stage sends or receives, for messages about waits.
     """
 
-    def __init__(self, engine: PipelineEngine, part: StagePart, boundaries: Sequence[TensorShape]) -> None:
-        index, count = part.index, engine.stage.num_parts
-        self._engine, self._part = engine, part
+    def __init__(self, engine: PipelineEngine, stage: StagePart, boundaries: Sequence[TensorShape]) -> None:
+        index, count = stage.index, engine.stage.num_parts
+        self._engine, self._part = engine, stage
         self._micro_batch = 0
         self._last = "before its first micro-batch"  # last computation, for messages
         self.losses: list[Tensor] = []

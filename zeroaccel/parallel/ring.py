@@ -167,7 +167,7 @@ def _unflat(flat: Tensor, like: tuple[Tensor, Tensor], tokens: int) -> list[Tens
     """Returns two tensors like others, with some tokens, from one flat tensor."""
     shapes = [(*tensor.shape[:2], tokens, tensor.shape[3]) for tensor in like]
     parts = flat.split([torch.Size(shape).numel() for shape in shapes])
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+    return [values.view(shape) for values, shape in zip(parts, shapes, strict=True)]
 
 
 class _Attend(torch.autograd.Function):
@@ -223,8 +223,8 @@ class _Attend(torch.autograd.Function):
 
 
 def _add(totals: Iterable[Tensor], parts: Iterable[Tensor]) -> None:
-    for total, part in zip(totals, parts, strict=True):
-        total += part
+    for total, addend in zip(totals, parts, strict=True):
+        total += addend
 
 
 def _merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:

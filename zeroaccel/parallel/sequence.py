@@ -163,7 +163,7 @@ class SequenceGroup:
             parts: P tensors of one dim.
             received: number of elements from each rank.
         """
-        sent = [part.numel() for part in parts]
+        sent = [tensor.numel() for tensor in parts]
         flat: Tensor = _Exchange.apply(torch.cat(list(parts)), self, label, sent, list(received))  # type: ignore[no-untyped-call]
         return torch.split(flat, list(received))
 

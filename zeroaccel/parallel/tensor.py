@@ -262,9 +262,9 @@ class _SplitLayer(SplitPart):
         inputs = self._spread(args[0]) if self.takes_whole else self.prepare(module, args)
         for key, placements in self.placements.items():
             # The instance's dict takes precedence over `_parameters`, which keeps the engine's parameter.
-            part = module._parameters[key]
-            assert part is not None, f"{self.name} has lost {key}"
-            module.__dict__[key] = DTensor.from_local(part, self.mesh, placements, run_check=False)
+            shard = module._parameters[key]
+            assert shard is not None, f"{self.name} has lost {key}"
+            module.__dict__[key] = DTensor.from_local(shard, self.mesh, placements, run_check=False)
         return inputs if isinstance(inputs, tuple) else (inputs,), kwargs
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:

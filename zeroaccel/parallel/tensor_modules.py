@@ -156,8 +156,8 @@ class SplitModule(SplitPart):
         """Gathers a whole parameter from the parts of all ranks."""
         from torch.distributed.tensor import DTensor, Shard
 
-        split, part = self.cuts[key], self.module.get_parameter(key).detach()
-        parts: Any = DTensor.from_local(part, self.mesh, [Shard(split.dim)], run_check=False)
+        split, shard = self.cuts[key], self.module.get_parameter(key).detach()
+        parts: Any = DTensor.from_local(shard, self.mesh, [Shard(split.dim)], run_check=False)
         return split.join(parts.full_tensor().chunk(split.parts, split.dim))
 
 

@@ -101,23 +101,23 @@ class UlyssesAttention:
         self.implementation: str = getattr(text, "_attn_implementation", None) or _EAGER
         _check_eager(self.implementation)
         _check_attention(model, text)
-        self._configs = {id(part.config) for part in model.modules() if hasattr(part, "config")}
+        self._configs = {id(module.config) for module in model.modules() if hasattr(module, "config")}
         for earlier in {
-            id(attached): attached for part in model.modules() if (attached := _ATTACHED.get(part))
+            id(attached): attached for module in model.modules() if (attached := _ATTACHED.get(module))
         }.values():
             earlier.undo()
         self._sequences: WholeSequences | None = None
         self._agreed: set[tuple[object, ...]] = set()  # run shapes already compared between the ranks of the group
         self._forced: bool | None = None
         self.run, self.packs = 0, True
-        self._numbers_blocks = any(hasattr(_file_of(part), _BLOCK_NUMBERS) for part in model.modules())
+        self._numbers_blocks = any(hasattr(_file_of(module), _BLOCK_NUMBERS) for module in model.modules())
         self._patterns: dict[int, Pattern] = {}  # address of a mask that stands for one -> the pattern
         # Positions of this rank's run -> positions of whole sequences; recomputation in backward needs them again.
         self._positions: Any = WeakIdKeyDictionary()
-        for part in model.modules():
-            _ATTACHED[part] = self
-            if callable(generate := getattr(part, "generate", None)):
-                vars(part)["generate"] = partial(self._generate, part, generate)
+        for module in model.modules():
+            _ATTACHED[module] = self
+            if callable(generate := getattr(module, "generate", None)):
+                vars(module)["generate"] = partial(self._generate, module, generate)
         _replacements(self.implementation).add(self)
         _replace_balancing(model)
         self._layers = SequenceLayers(model, self)
@@ -138,10 +138,10 @@ class UlyssesAttention:
         self._hooks.clear()
         self._layers.undo()
         model = self._model()
-        for part in () if model is None else model.modules():
-            if _ATTACHED.get(part) is self:
-                del _ATTACHED[part]
-                vars(part).pop("generate", None)
+        for module in () if model is None else model.modules():
+            if _ATTACHED.get(module) is self:
+                del _ATTACHED[module]
+                vars(module).pop("generate", None)
         _replacements(self.implementation).discard(self)
         if not any(_users()):
             _restore_balancing()
@@ -354,8 +354,8 @@ class UlyssesAttention:
         positions = kwargs.get("position_ids")
         if positions is not None:
             kwargs["position_ids"] = self._positions.get(positions, positions)
-        part = _Grouped(module, query.shape[1] // key.shape[1], sinks)
-        out, _ = attention(part, query, key, value, mask, **kwargs)
+        grouped = _Grouped(module, query.shape[1] // key.shape[1], sinks)
+        out, _ = attention(grouped, query, key, value, mask, **kwargs)
         return to_tokens(group, dealing, Dealt(out, 1, 2), run, "exchange outputs"), None
 
     def _dealing(self, heads: int) -> Dealing:
@@ -513,7 +513,7 @@ _BALANCING_OF: dict[str, Callable[..., Any]] = {}  # file of a model -> transfor
 
 def _replace_balancing(model: nn.Module) -> None:
     names = {
-        name for name in {type(part).__module__ for part in model.modules()} if hasattr(sys.modules[name], _BALANCING)
+        name for name in {type(layer).__module__ for layer in model.modules()} if hasattr(sys.modules[name], _BALANCING)
     }
     if names:
         names.add(import_module(_MIXTRAL).__name__)
@@ -644,8 +644,8 @@ def _check_attention(model: Any, config: Any) -> None:
             got="neither",
             fix="call SequenceGroup.exchange in the model's own layers",
         )
-    attentions = [(name, part) for name, part in model.named_modules() if "Attention" in type(part).__name__]
-    if attentions and not any(hasattr(_file_of(part), "ALL_ATTENTION_FUNCTIONS") for part in model.modules()):
+    attentions = [(name, layer) for name, layer in model.named_modules() if "Attention" in type(layer).__name__]
+    if attentions and not any(hasattr(_file_of(layer), "ALL_ATTENTION_FUNCTIONS") for layer in model.modules()):
         name, module = attentions[0]
         raise UsageError(
             f"{where}: {name} ({type(module).__name__})",

@@ -196,18 +196,18 @@ class _Comparison:
             return reason, None
         if self.is_half:
             tolerance = max(tolerance, _HALF_TOLERANCE)
-        part = _Record(self.tokens, self.cut, whole, tolerance)
+        record = _Record(self.tokens, self.cut, whole, tolerance)
         with agreed(job, "initialize: cut model"):
             try:
                 with self.cut.computing(whole=False):
-                    self._forward(self.cut.part_of(batch), part)
+                    self._forward(self.cut.part_of(batch), record)
             except ZeroAccelError:  # already refused by name
                 raise
             except Exception as error:
-                part.fails(error)
-        if any(job.gather_objects(part.failed, "initialize: failures")):
+                record.fails(error)
+        if any(job.gather_objects(record.failed, "initialize: failures")):
             self.engine.reset()
-        differences = job.gather_objects(part.difference, "initialize: differences")
+        differences = job.gather_objects(record.difference, "initialize: differences")
         return "", min(filter(None, differences), key=lambda difference: difference.order, default=None)
 
     def is_random(self) -> bool:

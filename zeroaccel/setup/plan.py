@@ -210,16 +210,16 @@ class TrainPlan:
         # different settings usually cause different models.
         local = _Compared(dict(_leaves(self)), dict(self.optimizer.facts), self.ranks.part, self.parameters)
         common, parameters = (_digest(facts) for facts in ((local.settings, local.optimizer), local.parameters))
-        of_ranks = set(ranks.gather_objects((common, local.part, parameters), "compare plans"))
-        if len({common for common, _, _ in of_ranks}) == 1 and len(of_ranks) == len({part for _, part, _ in of_ranks}):
+        of_ranks = set(ranks.gather_objects((common, local.place, parameters), "compare plans"))
+        if len({facts for facts, _, _ in of_ranks}) == 1 and len(of_ranks) == len({place for _, place, _ in of_ranks}):
             return
         compared: Sequence[_Compared] = ranks.gather_objects(local, "compare plans in detail")
         _compare_fields(
             "settings", {rank: list(summary.settings.items()) for rank, summary in enumerate(compared)}, ranks
         )
         require_same("initialize", [summary.optimizer for summary in compared], ranks.named)
-        for part in sorted({summary.part for summary in compared}):
-            of_part = {rank: summary.parameters for rank, summary in enumerate(compared) if summary.part == part}
+        for place in sorted({summary.place for summary in compared}):
+            of_part = {rank: summary.parameters for rank, summary in enumerate(compared) if summary.place == place}
             _compare_fields("models", of_part, ranks)
 
 
@@ -229,7 +229,7 @@ class _Compared:
 
     settings: Mapping[str, object]
     optimizer: dict[str, str]
-    part: int
+    place: int
     parameters: tuple[ParameterFacts, ...]
 
 

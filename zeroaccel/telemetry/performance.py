@@ -133,9 +133,9 @@ class PerformanceMeter:
         """Starts counting: messages of these collectives, transfers of these tiers, and updates."""
         here = next(set(node) for node in collectives.nodes if collectives.topology.rank in node)
         experts = collectives.part_holders
-        for part in (collectives, collectives.parts, experts, None if experts is None else experts.parts):
-            if part is not None:
-                self._count_messages(part, here)
+        for group in (collectives, collectives.parts, experts, None if experts is None else experts.parts):
+            if group is not None:
+                self._count_messages(group, here)
         self._offloaded = OffloadCounters(tiers, update_times) if tiers else None
 
     def _count_messages(self, collectives: Collectives, here: set[int]) -> None:

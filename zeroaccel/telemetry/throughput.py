@@ -187,14 +187,14 @@ def _decoded_sizes(model: nn.Module) -> dict[str, int]:
     sizes = {}
     for path, module in model.named_modules():
         features = getattr(module, "in_features", None), getattr(module, "out_features", None)
-        for own, param in module.named_parameters(path, recurse=False):
+        for name, param in module.named_parameters(path, recurse=False):
             shape = getattr(getattr(param, "quant_state", None), "shape", None)
             if hasattr(param, "__tensor_flatten__") and not hasattr(param, "_local_tensor"):
-                sizes[own] = param.numel()
+                sizes[name] = param.numel()
             elif shape is not None:
-                sizes[own] = math.prod(shape)
+                sizes[name] = math.prod(shape)
             elif None not in features and (hasattr(param, "quant_state") or not param.is_floating_point()):
-                sizes[own] = math.prod(features)
+                sizes[name] = math.prod(features)
     return sizes
 
 
