@@ -265,19 +265,19 @@ class BlockFile:
         transfer.done(transfer.error)
 
     def _move(self, transfer: _Transfer, start: int, stop: int) -> None:
-        part, offset = transfer.view[start:stop], transfer.offset + start
+        block, offset = transfer.view[start:stop], transfer.offset + start
         call = os.preadv if transfer.direction == "read" else os.pwritev
         moved = 0
         # A call may transfer less than requested: repeat it from there. No progress at all is an error.
         try:
             if transfer.direction == "write" and self.settings.checksum:
-                self._sums[offset] = len(part), zlib.crc32(part)
-            while moved < len(part):
-                count = call(self._handle, [part[moved:]], offset + moved)
+                self._sums[offset] = len(block), zlib.crc32(block)
+            while moved < len(block):
+                count = call(self._handle, [block[moved:]], offset + moved)
                 if count <= 0:
                     raise OffloadError(
                         f"{self._place(offset)}: a short {transfer.direction}",
-                        expected=f"{len(part)} bytes",
+                        expected=f"{len(block)} bytes",
                         got=moved,
                         fix="the file was truncated or its disk is failing; resume from the last checkpoint",
                     )
@@ -289,14 +289,14 @@ class BlockFile:
                 fix=f"{advice}, then resume from the last checkpoint, which is intact",
             ) from error
         if transfer.direction == "read" and self.settings.checksum:
-            self._compare(part, offset)
+            self._compare(block, offset)
 
-    def _compare(self, part: memoryview, offset: int) -> None:
+    def _compare(self, block: memoryview, offset: int) -> None:
         """Raises if a block differs from the written one. A partial block has no checksum to compare."""
         length, expected = self._sums.get(offset, (0, 0))
-        if length == len(part) and zlib.crc32(part) != expected:
+        if length == len(block) and zlib.crc32(block) != expected:
             raise OffloadError(
-                f"{self._place(offset)}: {len(part)} bytes are not what was written there: their checksum differs",
+                f"{self._place(offset)}: {len(block)} bytes are not what was written there: their checksum differs",
                 fix="the disk or its cable is failing; resume from the last checkpoint on another one",
             )
 

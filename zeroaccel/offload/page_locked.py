@@ -101,7 +101,7 @@ def _populate(address: int, nbytes: int) -> None:
     with executor(
         count, "zeroaccel-pages", CPU
     ) as threads:  # a kernel that cannot do this leaves the pages to the runtime
-        list(threads.map(lambda part: madvise(*part, _POPULATE_WRITE), spans))
+        list(threads.map(lambda pages: madvise(*pages, _POPULATE_WRITE), spans))
 
 
 class _Pages(mmap.mmap):

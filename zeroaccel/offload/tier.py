@@ -106,14 +106,14 @@ class StoredElements:
 
         def read(first: int, count: int) -> Tensor:
             rows, begin = [], 0
-            for part in parts:
-                low, high = max(first - begin, 0), min(first + count - begin, part.length)
+            for source in parts:
+                low, high = max(first - begin, 0), min(first + count - begin, source.length)
                 if low < high:
-                    rows.append(part.read(low, high - low))
-                begin += part.length
+                    rows.append(source.read(low, high - low))
+                begin += source.length
             return torch.cat(rows) if len(rows) != 1 else rows[0]
 
-        return cls(sum(part.length for part in parts), dtype, read)
+        return cls(sum(source.length for source in parts), dtype, read)
 
     def numel(self) -> int:
         """Returns the number of elements."""

@@ -130,20 +130,20 @@ def sum_rows(out: Array, flat: Array, row_numel: int, start: int, stop: int, sca
 
 
 @inlined
-def _block_scale(part: Any, highest: Any) -> Any:
+def _block_scale(numbers: Any, highest: Any) -> Any:
     """Returns the scale that maps the largest magnitude to `highest`; NaN if the block contains an inf or a NaN."""
-    scale = _exact_scale(part, highest)
+    scale = _exact_scale(numbers, highest)
     # With 17 significant bits, products with the integers are exact in float32: decoded values have the same scale.
     return float_of(bits_of(scale) & np.uint32(0xFFFFFF80)) if not np.isnan(scale) else scale
 
 
 @inlined
-def _exact_scale(part: Any, highest: Any) -> Any:
+def _exact_scale(numbers: Any, highest: Any) -> Any:
     """Like `_block_scale`, without rounding."""
-    largest = magnitude_pattern(part, 0)
-    for i in range(1, part.size):
-        largest = max(largest, magnitude_pattern(part, i))
-    absmax = of_pattern(part, largest)
+    largest = magnitude_pattern(numbers, 0)
+    for i in range(1, numbers.size):
+        largest = max(largest, magnitude_pattern(numbers, i))
+    absmax = of_pattern(numbers, largest)
     if not absmax < np.float32(np.inf):
         return np.float32(np.nan)
     return max(absmax / highest, np.float32(SCALE_FLOOR))
@@ -162,76 +162,76 @@ def _to_integer(value: Any) -> Any:
 def encode8(values: Array, scales: Array, codes: Array, block: int, first: int, last: int) -> None:
     """Writes ``codes[i] = rint(values[i] / scale)`` in [-127, 127]; a block with an inf or a NaN gets the scale NaN."""
     for index in range(first, last):
-        part = values[index * block : min((index + 1) * block, values.size)]
-        target = codes[index * block : index * block + part.size]
-        scale = _block_scale(part, np.float32(127.0))
+        numbers = values[index * block : min((index + 1) * block, values.size)]
+        target = codes[index * block : index * block + numbers.size]
+        scale = _block_scale(numbers, np.float32(127.0))
         scales[index] = scale
         inverse = np.float32(1.0) / scale
-        for i in range(part.size):
-            target[i] = np.uint8(_to_integer(load_number(part, i) * inverse))
+        for i in range(numbers.size):
+            target[i] = np.uint8(_to_integer(load_number(numbers, i) * inverse))
 
 
 @compiled
 def decode8(out: Array, scales: Array, codes: Array, block: int, first: int, last: int) -> None:
     """Writes ``out[i] = codes[i] * scale``."""
     for index in range(first, last):
-        part = out[index * block : min((index + 1) * block, out.size)]
-        source = codes[index * block : index * block + part.size]
+        numbers = out[index * block : min((index + 1) * block, out.size)]
+        source = codes[index * block : index * block + numbers.size]
         scale = scales[index]
         if np.isnan(scale):
-            store(part, 0, scale)
-            part[:] = part[0]
+            store(numbers, 0, scale)
+            numbers[:] = numbers[0]
             continue
-        for i in range(part.size):
-            store_number(part, i, np.float32(np.int8(source[i])) * scale)
+        for i in range(numbers.size):
+            store_number(numbers, i, np.float32(np.int8(source[i])) * scale)
 
 
 @compiled
 def add8(total: Array, scales: Array, codes: Array, block: int, first: int, last: int) -> None:
     """Computes ``total[i] += codes[i] * scale`` in float32."""
     for index in range(first, last):
-        part = total[index * block : min((index + 1) * block, total.size)]
-        source = codes[index * block : index * block + part.size]
+        numbers = total[index * block : min((index + 1) * block, total.size)]
+        source = codes[index * block : index * block + numbers.size]
         scale = scales[index]
-        for i in range(part.size):
-            part[i] += np.float32(np.int8(source[i])) * scale
+        for i in range(numbers.size):
+            numbers[i] += np.float32(np.int8(source[i])) * scale
 
 
 @compiled
 def encode4(values: Array, scales: Array, codes: Array, block: int, first: int, last: int) -> None:
     """Like `encode8`, in [-7, 7]: byte i of a block of n values has value i (low) and value i + ceil(n / 2) (high)."""
     for index in range(first, last):
-        part = values[index * block : min((index + 1) * block, values.size)]
-        half = (part.size + 1) // 2
+        numbers = values[index * block : min((index + 1) * block, values.size)]
+        half = (numbers.size + 1) // 2
         target = codes[index * block // 2 : index * block // 2 + half]
-        scale = _block_scale(part, np.float32(7.0))
+        scale = _block_scale(numbers, np.float32(7.0))
         scales[index] = scale
         inverse = np.float32(1.0) / scale
-        pairs = part.size - half
-        upper = part[half:]
+        pairs = numbers.size - half
+        upper = numbers[half:]
         for i in range(pairs):
-            low = np.uint32(_to_integer(load_number(part, i) * inverse) & np.uint32(15))
+            low = np.uint32(_to_integer(load_number(numbers, i) * inverse) & np.uint32(15))
             high = np.uint32(_to_integer(load_number(upper, i) * inverse) << np.uint32(4))
             target[i] = np.uint8(np.uint32(low | high))
         if pairs < half:
-            target[pairs] = np.uint8(np.uint32(_to_integer(load_number(part, pairs) * inverse)) & np.uint32(15))
+            target[pairs] = np.uint8(np.uint32(_to_integer(load_number(numbers, pairs) * inverse)) & np.uint32(15))
 
 
 @compiled
 def decode4(out: Array, scales: Array, codes: Array, block: int, first: int, last: int) -> None:
     """Like `decode8`, for the codes of `encode4`."""
     for index in range(first, last):
-        part = out[index * block : min((index + 1) * block, out.size)]
-        half = (part.size + 1) // 2
+        numbers = out[index * block : min((index + 1) * block, out.size)]
+        half = (numbers.size + 1) // 2
         source = codes[index * block // 2 : index * block // 2 + half]
-        upper = part[half:]
+        upper = numbers[half:]
         scale = scales[index]
         if np.isnan(scale):
-            store(part, 0, scale)
-            part[:] = part[0]
+            store(numbers, 0, scale)
+            numbers[:] = numbers[0]
             continue
         for i in range(half):
-            store_number(part, i, np.float32(np.int8(source[i] << 4) >> 4) * scale)
+            store_number(numbers, i, np.float32(np.int8(source[i] << 4) >> 4) * scale)
         for i in range(upper.size):
             store_number(upper, i, np.float32(np.int8(source[i]) >> 4) * scale)
 
@@ -240,13 +240,13 @@ def decode4(out: Array, scales: Array, codes: Array, block: int, first: int, las
 def add4(total: Array, scales: Array, codes: Array, block: int, first: int, last: int) -> None:
     """Like `add8`, for the codes of `encode4`."""
     for index in range(first, last):
-        part = total[index * block : min((index + 1) * block, total.size)]
-        half = (part.size + 1) // 2
+        numbers = total[index * block : min((index + 1) * block, total.size)]
+        half = (numbers.size + 1) // 2
         source = codes[index * block // 2 : index * block // 2 + half]
-        upper = part[half:]
+        upper = numbers[half:]
         scale = scales[index]
         for i in range(half):
-            part[i] += np.float32(np.int8(source[i] << 4) >> 4) * scale
+            numbers[i] += np.float32(np.int8(source[i] << 4) >> 4) * scale
         for i in range(upper.size):
             upper[i] += np.float32(np.int8(source[i]) >> 4) * scale
 
@@ -265,15 +265,15 @@ def encode_levels(
         bounds: (15,) ascending.
     """
     for index in range(first, last):
-        part = values[index * block : min((index + 1) * block, values.size)]
-        half = (part.size + 1) // 2
+        numbers = values[index * block : min((index + 1) * block, values.size)]
+        half = (numbers.size + 1) // 2
         target = codes[index * block // 2 : index * block // 2 + half]
-        store(scales, index, _exact_scale(part, highest))
+        store(scales, index, _exact_scale(numbers, highest))
         scale = load(scales, index)
         inverse = np.float32(1.0) / scale
         target[:] = 0
-        for i in range(part.size):
-            value = load_number(part, i) * inverse
+        for i in range(numbers.size):
+            value = load_number(numbers, i) * inverse
             code = np.uint8(0)
             for bound in bounds:
                 code += np.uint8(value > bound)
@@ -287,18 +287,18 @@ def encode_levels(
 def decode_levels(out: Array, scales: Array, codes: Array, block: int, levels: Array, first: int, last: int) -> None:
     """Writes ``out[i] = levels[codes[i]] * scale``, for the codes of `encode_levels`."""
     for index in range(first, last):
-        part = out[index * block : min((index + 1) * block, out.size)]
-        half = (part.size + 1) // 2
+        numbers = out[index * block : min((index + 1) * block, out.size)]
+        half = (numbers.size + 1) // 2
         source = codes[index * block // 2 : index * block // 2 + half]
         scale = load(scales, index)
         if np.isnan(scale):
-            store(part, 0, scale)
-            part[:] = part[0]
+            store(numbers, 0, scale)
+            numbers[:] = numbers[0]
             continue
         for i in range(half):
-            store_number(part, i, levels[source[i] & 15] * scale)
-        for i in range(half, part.size):
-            store_number(part, i, levels[source[i - half] >> 4] * scale)
+            store_number(numbers, i, levels[source[i] & 15] * scale)
+        for i in range(half, numbers.size):
+            store_number(numbers, i, levels[source[i - half] >> 4] * scale)
 
 
 @compiled

@@ -80,9 +80,9 @@ class SplitMasters:
     ties: Tensor
     first: int = 0
 
-    def cut(self, part: slice) -> SplitMasters:
+    def cut(self, elements: slice) -> SplitMasters:
         """Returns the masters of a part."""
-        return SplitMasters(self.weights[part], self.residuals[part], self.ties, self.first + part.start)
+        return SplitMasters(self.weights[elements], self.residuals[elements], self.ties, self.first + elements.start)
 
     def bind(self, update: Callable[[Array, int, int], None]) -> Callable[[int, int], None]:
         """Returns a function that joins the masters [start, stop), updates them, and splits them again.
@@ -141,13 +141,13 @@ def _split(values: Array, residuals: Array, ties: Array, first: int) -> None:
     for i in range(head):
         _set_tie(ties, first + i, values[i])
     for begin in range(head, values.size, 8 * _BYTES):
-        part = values[begin : min(begin + 8 * _BYTES, values.size)]
+        chunk = values[begin : min(begin + 8 * _BYTES, values.size)]
         any_tie = np.uint32(0)
-        for i in range(part.size):
-            any_tie |= _is_tie(part[i])
-        if any_tie or part.size < 8 * _BYTES:
-            for i in range(part.size):
-                _set_tie(ties, first + begin + i, part[i])
+        for i in range(chunk.size):
+            any_tie |= _is_tie(chunk[i])
+        if any_tie or chunk.size < 8 * _BYTES:
+            for i in range(chunk.size):
+                _set_tie(ties, first + begin + i, chunk[i])
         else:
             ties[(first + begin) >> 3 : ((first + begin) >> 3) + _BYTES] = 0
 

@@ -142,9 +142,9 @@ def _spread(row: Any, exponents: Any, reach: Any) -> None:
         exponent = np.uint32(exponents[block])
         lowest = np.uint32(np.uint32(exponent - reach + 1) << 23)
         value = float_of(np.uint32(0xFFFFFFFF if exponent == 255 else lowest))
-        part = row[block * BLOCK_NUMEL : (block + 1) * BLOCK_NUMEL]
+        block_row = row[block * BLOCK_NUMEL : (block + 1) * BLOCK_NUMEL]
         for i in range(BLOCK_NUMEL):
-            part[i] = value
+            block_row[i] = value
 
 
 @inlined
@@ -173,10 +173,10 @@ def _find_exponents(exponents: Any, values: Any, count: Any) -> None:
     for i in range(count, exponents.size * BLOCK_NUMEL):
         values[i] = np.float32(0)
     for block in range(exponents.size):
-        part = values[block * BLOCK_NUMEL : (block + 1) * BLOCK_NUMEL]
+        numbers = values[block * BLOCK_NUMEL : (block + 1) * BLOCK_NUMEL]
         largest = np.uint32(0)
         for i in range(BLOCK_NUMEL):
-            magnitude = np.uint32(bits_of(part[i]) & 0x7FFFFFFF)
+            magnitude = np.uint32(bits_of(numbers[i]) & 0x7FFFFFFF)
             largest = magnitude if magnitude > largest else largest
         exponents[block] = np.uint8(_block_exponent(largest))
 

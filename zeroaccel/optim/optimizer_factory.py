@@ -72,7 +72,7 @@ def muon_groups(params: Iterable[Any], settings: Mapping[str, Any], model: nn.Mo
             lr = settings.get("muon_lr" if use_muon else "adam_lr")
             common = {**({} if lr is None else {"lr": lr}), **group, "use_muon": use_muon}
             by_heads = rule.by_heads(half) if use_muon and settings.get("per_head_muon") else {1: half}
-            split += [{**common, **({"heads": n} if n > 1 else {}), "params": part} for n, part in by_heads.items()]
+            split += [{**common, **({"heads": n} if n > 1 else {}), "params": subset} for n, subset in by_heads.items()]
     counts = {flag: sum(len(group["params"]) for group in split if group["use_muon"] is flag) for flag in (True, False)}
     if settings.get("per_head_muon") and not any("heads" in group for group in split):
         raise ConfigError(

@@ -222,8 +222,8 @@ def scheduler_facts(scheduler: Any, where: str = "lr_scheduler") -> Facts:
         parts = list(_schedulers(value))
         if not parts:
             facts[f"{where}.{name}"] = _shown(canonical(value))
-        for place, part in parts:
-            facts |= scheduler_facts(part, f"{where}.{name}{place}")
+        for place, child in parts:
+            facts |= scheduler_facts(child, f"{where}.{name}{place}")
     return facts
 
 

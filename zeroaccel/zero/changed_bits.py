@@ -26,12 +26,12 @@ class ChangedBits:
         has_bits: False for elements without bits, which always count as changed.
 
     Attributes:
-        own: range of the shard, as passed in.
+        shard: range of the shard, as passed in.
         bits: (S / 8 rounded up,) uint8; bit i % 8 of byte i // 8 marks element i. None if no element has changed.
     """
 
     def __init__(self, shard: FlatRange, device: torch.device, *, has_bits: bool) -> None:
-        self.own = shard
+        self.shard = shard
         self.bits: Tensor | None = None
         self._device = device
         self._has_bits = has_bits
@@ -45,12 +45,12 @@ class ChangedBits:
         if self._has_bits:
             mark_changed(before, after, self._made())
 
-    def add(self, part: FlatRange) -> None:
+    def add(self, interval: FlatRange) -> None:
         """Marks a range of the buffer."""
-        part = part & self.own
-        if part and self._has_bits:
+        interval = interval & self.shard
+        if interval and self._has_bits:
             marks = torch.zeros(8 * self._made().numel(), dtype=torch.bool, device=self._device)
-            marks[part.at(self.own.start)] = True
+            marks[interval.at(self.shard.start)] = True
             self._made().bitwise_or_(_packed(marks))
 
     def clear(self) -> None:
@@ -78,7 +78,7 @@ class ChangedBits:
 
     def _made(self) -> Tensor:
         if self.bits is None:
-            self.bits = torch.zeros(-(-self.own.numel // 8), dtype=torch.uint8, device=self._device)
+            self.bits = torch.zeros(-(-self.shard.numel // 8), dtype=torch.uint8, device=self._device)
         return self.bits
 
 

@@ -189,8 +189,8 @@ class EarlyUpdate:
             for piece, new, (param, sources) in zip(buffer.masters.pieces, spare.states, spare.sources, strict=True):
                 self._twin.state[param] = new
                 target = None if out is None else out[piece.range]
-                group, part = groups[piece.group], grad[piece.range]
-                self._twin.step_shard(group, param, part, grad_scale=grad_scale, out=target, sources=sources)
+                group, piece_grad = groups[piece.group], grad[piece.range]
+                self._twin.step_shard(group, param, piece_grad, grad_scale=grad_scale, out=target, sources=sources)
 
     def judge(self, factor: float | Tensor | None, gradients: Sequence[GradientBuffer]) -> set[int]:
         """Returns the ids of the buffers whose early updates are those of this step, and drops the others.

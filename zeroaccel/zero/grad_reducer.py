@@ -122,7 +122,7 @@ class GradientBuffer:
     _examined: tuple[Examined, int, int] | None = None  # with address and version of the shard
 
     def __post_init__(self) -> None:
-        self.paddings = tuple(part.at(0) for part in self.buffer.layout.padding())
+        self.paddings = tuple(padding.at(0) for padding in self.buffer.layout.padding())
 
     @property
     def stays(self) -> bool:
@@ -239,7 +239,7 @@ class GradientBuffer:
             layout = self.buffer.layout
             self.flat = torch.empty(layout.numel, dtype=dtype, device=self.buffer.full.device)
             if self.paddings:
-                torch._foreach_zero_([self.flat[part] for part in self.paddings])
+                torch._foreach_zero_([self.flat[padding] for padding in self.paddings])
             self.written.clear()
         return self.flat
 

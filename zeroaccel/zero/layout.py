@@ -81,8 +81,8 @@ class FlatTensor:
     range: FlatRange
     values: Tensor
 
-    def __getitem__(self, part: FlatRange) -> Tensor:
-        return self.values[part.at(self.range.start)]
+    def __getitem__(self, interval: FlatRange) -> Tensor:
+        return self.values[interval.at(self.range.start)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,15 +128,15 @@ class Split:
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Returns the parameter from the parts of all ranks, in rank order."""
-        blocks: list[Tensor] = [part.unflatten(self.dim, (self.blocks, -1)) for part in parts]
+        blocks: list[Tensor] = [rank_values.unflatten(self.dim, (self.blocks, -1)) for rank_values in parts]
         return torch.stack(blocks, self.dim + 1).flatten(self.dim, self.dim + 2)
 
-    def runs(self, shape: Sequence[int], part: FlatRange) -> Iterator[tuple[int, FlatRange]]:
+    def runs(self, shape: Sequence[int], span: FlatRange) -> Iterator[tuple[int, FlatRange]]:
         """Maps elements of a part to the parameter, both flattened in row-major order, by contiguous runs.
 
         Args:
             shape: shape of the part.
-            part: range of elements of the flattened part.
+            span: range of elements of the flattened part.
 
         Yields:
             The first element of a run in the parameter, and the run's range in the part.
@@ -146,11 +146,11 @@ class Split:
             [(3, FlatRange(start=1, end=2)), (6, FlatRange(start=2, end=4))]
         """
         run = math.prod(shape[self.dim :]) // self.blocks
-        while part:
-            row, first = divmod(part.start, run)
-            run_range = FlatRange(part.start, min(part.end, (row + 1) * run))
+        while span:
+            row, first = divmod(span.start, run)
+            run_range = FlatRange(span.start, min(span.end, (row + 1) * run))
             yield (row * self.parts + self.index) * run + first, run_range
-            part = FlatRange(run_range.end, part.end)
+            span = FlatRange(run_range.end, span.end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,19 +178,19 @@ class Slot:
         """Number of elements of the whole parameter in the model."""
         return math.prod(self.whole_shape)
 
-    def runs(self, part: FlatRange) -> Iterator[tuple[int, FlatRange]]:
+    def runs(self, span: FlatRange) -> Iterator[tuple[int, FlatRange]]:
         """Maps elements of the slot to the whole, flattened parameter, by contiguous runs.
 
         Args:
-            part: range of the flat buffer, within the slot.
+            span: range of the flat buffer, within the slot.
 
         Yields:
             The first element of a run in the parameter, and the run's range in the flat buffer.
         """
         if self.split is None:
-            yield part.start - self.start, part
+            yield span.start - self.start, span
             return
-        for first, elements in self.split.runs(self.shape, FlatRange(part.start - self.start, part.end - self.start)):
+        for first, elements in self.split.runs(self.shape, FlatRange(span.start - self.start, span.end - self.start)):
             yield first, FlatRange(self.start + elements.start, self.start + elements.end)
 
     @property
@@ -342,9 +342,9 @@ class FlatLayout:
             padded: count a slot's padding as its own, so that the ranges leave no gaps.
         """
         for index, slot in enumerate(self.slots):
-            part = (self.padded(index) if padded else slot.range) & within
-            if part:
-                yield slot, part
+            overlap = (self.padded(index) if padded else slot.range) & within
+            if overlap:
+                yield slot, overlap
 
     def group_runs(self, param_groups: Sequence[int], rank: int) -> list[tuple[FlatRange, int]]:
         """Returns (range, param group) of each run of one group in a rank's shard, in order and without gaps.
@@ -357,15 +357,15 @@ class FlatLayout:
         shard = self.shard(rank)
         runs: list[tuple[FlatRange, int]] = []
         for index, group in enumerate(param_groups):
-            part = self.padded(index) & shard
-            if not part:
+            overlap = self.padded(index) & shard
+            if not overlap:
                 continue
             # Neighbours of one group become one run, including the padding between them: one kernel call and one tensor
             # per state instead of one per parameter. Nothing reads the padding after an update.
             if runs and runs[-1][1] == group:
-                runs[-1] = FlatRange(runs[-1][0].start, part.end), group
+                runs[-1] = FlatRange(runs[-1][0].start, overlap.end), group
             else:
-                runs.append((part, group))
+                runs.append((overlap, group))
         return runs
 
     def padding(self) -> Iterator[FlatRange]:
@@ -401,16 +401,16 @@ def holders(split: Split | None, collectives: Collectives) -> Collectives:
     return collectives.part_holders
 
 
-def whole_of(slot: Slot, part: Tensor, collectives: Collectives) -> Tensor:
+def whole_of(slot: Slot, values: Tensor, collectives: Collectives) -> Tensor:
     """Returns the full parameter from this rank's part; the part itself if it is not split. (all ranks with a part)
 
     Args:
-        part: values with the slot's shape.
+        values: this rank's part, in the slot's shape.
     """
     if slot.split is None:
-        return part
+        return values
     parts = holders(slot.split, collectives).parts
     assert parts is not None, f"{slot.fqn} is split, but no group with the other parts is known"
-    rows = part.new_empty(parts.world_size * part.numel())
-    parts.all_gather(rows, part.contiguous().view(-1), f"join {slot.fqn}").wait()
+    rows = values.new_empty(parts.world_size * values.numel())
+    parts.all_gather(rows, values.contiguous().view(-1), f"join {slot.fqn}").wait()
     return slot.split.join([row.view(slot.shape) for row in rows.view(parts.world_size, -1)])

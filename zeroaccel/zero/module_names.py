@@ -29,7 +29,7 @@ def plain_name(name: str) -> str:
         ('1.weight', 'module.weight')
     """
     parts = name.split(".")
-    return name if _SEGMENTS.isdisjoint(parts) else ".".join(part for part in parts if part not in _SEGMENTS)
+    return name if _SEGMENTS.isdisjoint(parts) else ".".join(segment for segment in parts if segment not in _SEGMENTS)
 
 
 def plain_names(model: nn.Module | None, *, adapters: bool = False) -> Callable[[str], str]:
@@ -94,6 +94,6 @@ def for_model(state: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
     """Returns a state dict with the names of the model's own state dict; unknown names stay unchanged."""
     plain, find = plain_names(model), finder(state)
     tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-    names = (".".join(part for part in name.split(".") if part not in _HIDDEN) for name, _ in tensors)
+    names = (".".join(segment for segment in name.split(".") if segment not in _HIDDEN) for name, _ in tensors)
     names_of_model = {stored: name for name in names if (stored := find(plain(name))) not in (None, name)}
     return {names_of_model.get(name, name): value for name, value in state.items()} if names_of_model else state

@@ -120,10 +120,10 @@ def fingerprint(data: Tensor) -> Tensor:
     length = _WORDS if on_host else _DEVICE_WORDS
     weights = _host_weights(length) if on_host else _weights(min(words.numel(), length), data.device)
     for number, start in enumerate(range(0, words.numel(), length)):
-        part = words[start : start + length]
-        factors = weights[: part.numel()]
+        chunk = words[start : start + length]
+        factors = weights[: chunk.numel()]
         # dot of integers stores no products in memory; devices do not have it.
-        total += (2 * number + 1) * (torch.dot(part, factors) if on_host else (part * factors).sum())
+        total += (2 * number + 1) * (torch.dot(chunk, factors) if on_host else (chunk * factors).sum())
     return total
 
 

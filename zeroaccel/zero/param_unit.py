@@ -267,10 +267,10 @@ class FlatBuffer:
             piece.param.data = stand_in(piece.shape)
         self.store_in(self.shard)
 
-    def note_written(self, part: FlatRange) -> None:
+    def note_written(self, interval: FlatRange) -> None:
         """Marks weights in a range that something other than a step changes, before or after the change."""
         if self.changed is not None:
-            self.changed.add(part)
+            self.changed.add(interval)
 
     def accept_write(self, index: int) -> None:
         """Accepts the writes to a parameter so far: shard and master have them, or they were undone."""

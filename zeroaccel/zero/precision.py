@@ -159,7 +159,7 @@ def kept_in_fp32(
     if not parts:
         return set()
     names = [plain(name) for name, _ in [*model.named_parameters(), *model.named_buffers()]]
-    return {name for name in names if any(f".{part}." in f".{name}." for part in parts)}
+    return {name for name in names if any(f".{component}." in f".{name}." for component in parts)}
 
 
 _AUTOCAST_MODULES = ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d")

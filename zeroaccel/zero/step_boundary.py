@@ -294,9 +294,9 @@ class StepBoundary:
         slots = [(g, slot) for g in self._reducer.gradients for slot in g.buffer.layout.slots if slot.numel]
         flags = torch.zeros(len(slots), 2)
         for index, (gradients, slot) in enumerate(slots):
-            part = slot.range & gradients.buffer.own
-            if part and gradients.shard is not None and not gradients.buffer.persistent:
-                nans = gradients.shard[part.at(gradients.buffer.own.start)].isnan()
+            overlap = slot.range & gradients.buffer.own
+            if overlap and gradients.shard is not None and not gradients.buffer.persistent:
+                nans = gradients.shard[overlap.at(gradients.buffer.own.start)].isnan()
                 flags[index] = torch.tensor([float(nans.any()), float(not nans.all())])
         self._collectives.all_reduce(flags, "max", "which gradients are NaN")
         names = [slot.fqn for (_, slot), (some, others) in zip(slots, flags.tolist(), strict=True) if some > others]

@@ -241,9 +241,9 @@ def local_grad(param: nn.Parameter, grad: Tensor) -> Tensor:
         return grad
     if target is not None and tuple(split.placements) != tuple(target.placements):
         split = split.redistribute(placements=target.placements)
-    part: Tensor = split.to_local()
-    wait = getattr(part, "wait", None)  # an AsyncCollectiveTensor: the redistribution may still be running
-    return wait() if wait is not None and type(part) is not Tensor else part
+    shard: Tensor = split.to_local()
+    wait = getattr(shard, "wait", None)  # an AsyncCollectiveTensor: the redistribution may still be running
+    return wait() if wait is not None and type(shard) is not Tensor else shard
 
 
 def check_split(named: Sequence[tuple[str, nn.Parameter]], dtype_of: Any) -> None:

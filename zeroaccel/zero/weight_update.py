@@ -194,9 +194,9 @@ class WeightUpdate:
                 else:
                     # One pass over memory per piece: the optimizer's own kernel unscales, updates and rounds.
                     for piece in sub_group:
-                        group, part, step = groups[piece.group], grad[piece.range], optimizer.step_of(piece)
+                        group, piece_grad, step = groups[piece.group], grad[piece.range], optimizer.step_of(piece)
                         with optimizer.writer.rounded(piece, out) as rounded:
-                            step(group, piece.param, part, grad_scale=grad_scale, out=rounded)
+                            step(group, piece.param, piece_grad, grad_scale=grad_scale, out=rounded)
                 masters.swap_out(index)
 
     def settle(self, *, applied: bool) -> None:

@@ -42,12 +42,12 @@ class CompressedShard(ShardStorage):
         raw = zlib.decompress(self._bytes)
         return torch.frombuffer(bytearray(raw), dtype=self.dtype) if raw else torch.empty(0, dtype=self.dtype)
 
-    def elements(self, part: FlatRange) -> Tensor:
-        return self._values()[part.at(self.range.start)]
+    def elements(self, interval: FlatRange) -> Tensor:
+        return self._values()[interval.at(self.range.start)]
 
-    def write(self, part: FlatRange, values: Tensor) -> None:
+    def write(self, interval: FlatRange, values: Tensor) -> None:
         changed = self._values()
-        changed[part.at(self.range.start)].copy_(values)
+        changed[interval.at(self.range.start)].copy_(values)
         self._bytes = _compressed(changed)
 
     def stage(self) -> FlatTensor:
@@ -88,13 +88,13 @@ class CompressedMasters(SeparateMasters):
         super().initialize(source)
         self._pack()
 
-    def elements(self, part: FlatRange, state: str | None = None) -> Tensor:
+    def elements(self, interval: FlatRange, state: str | None = None) -> Tensor:
         with self._unpacked():
-            return super().elements(part, state)
+            return super().elements(interval, state)
 
-    def write(self, part: FlatRange, values: Tensor, state: str | None = None) -> None:
+    def write(self, interval: FlatRange, values: Tensor, state: str | None = None) -> None:
         with self._unpacked():
-            super().write(part, values, state)
+            super().write(interval, values, state)
 
     def swap_in(self, index: int, following: MasterStorage | None = None, *, joined: bool = True) -> None:
         self._unpack()

@@ -168,10 +168,10 @@ class _Held(Node):
 
     def __init__(self, node: Node, offset: int) -> None:
         super().__init__(node.shape, node.dtype)
-        self.part = slice(offset, offset + _nbytes(node))
+        self.extent = slice(offset, offset + _nbytes(node))
 
     def fill(self, box: Box, out: Tensor) -> None:
-        values = _SOURCE.codes[self.part].view(self.dtype).view(self.shape)
+        values = _SOURCE.codes[self.extent].view(self.dtype).view(self.shape)
         out.copy_(values[tuple(slice(*ends) for ends in box)])
 
 

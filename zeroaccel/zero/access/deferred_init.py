@@ -231,9 +231,9 @@ class ModuleShards:
         (module,) = unit.modules
         names = {
             id(each): key
-            for own, param in module._parameters.items()
+            for attribute, param in module._parameters.items()
             if param is not None
-            for key, each in tensors_of(own, param)
+            for key, each in tensors_of(attribute, param)
         }
         prefix = _fqn_of(module)
         unit.name = prefix.rstrip(".") or unit.name
@@ -500,8 +500,8 @@ class Init:
             # An existing model is sharded module by module as well, so that memory never holds it twice.
             if module is not None:
                 note_places(module)
-                for part in module.modules():
-                    self._shards.shard(part)
+                for submodule in module.modules():
+                    self._shards.shard(submodule)
             self._shards.watch_uses()
 
     def __enter__(self) -> Init:

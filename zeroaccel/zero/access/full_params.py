@@ -264,8 +264,8 @@ def store(handle: ParamHandle, before: Tensor | None = None) -> None:
             handle.unit.drop_secondary()
         handle.require_settled("new values")
         # A replicated optimizer has the masters of the full parameter on every rank; each rank updates all of them.
-        part = handle.slot.range & buffer.masters.range
-        buffer.masters.follow_weights(part, buffer.full[part.at(0)], before)
+        master_range = handle.slot.range & buffer.masters.range
+        buffer.masters.follow_weights(master_range, buffer.full[master_range.at(0)], before)
 
 
 def take_assigned(handle: ParamHandle) -> None:
@@ -299,8 +299,8 @@ def overwrite(handle: ParamHandle, value: Tensor) -> None:
         buffer.accept_write(handle.index)
         if not buffer.persistent:
             buffer.shard.write(shard, buffer.full[shard.at(0)])
-        part = slot.range & buffer.masters.range
-        buffer.masters.write(part, new[part])
+        master_range = slot.range & buffer.masters.range
+        buffer.masters.write(master_range, new[master_range])
 
 
 def _as_it_is(saved: Tensor) -> Tensor:

@@ -121,13 +121,13 @@ class Stored(Node):
         step = _CHUNK_NBYTES // itemsize
         in_place = out.dtype is self.dtype and out.device.type == "cpu"
         for low in range(0, out.numel(), step):
-            part = out[low : low + step]
-            data = part if in_place else torch.empty(part.numel(), dtype=self.dtype)
+            chunk = out[low : low + step]
+            data = chunk if in_place else torch.empty(chunk.numel(), dtype=self.dtype)
             # A view of the tensor's memory: numpy, and so memoryview, lacks some of torch's dtypes.
             memory: Any = data.detach().view(torch.uint8).numpy()
             self.file.read(self.offset + (start + low) * itemsize, memoryview(memory), self.name)
             if not in_place:
-                part.copy_(data)
+                chunk.copy_(data)
 
 
 class Loaded(Node):
@@ -155,12 +155,12 @@ class _Concatenated(Node):
             return
         wanted_first, wanted_end = box[self.dim]
         place = 0
-        for part in self.sources:
-            size = part.shape[self.dim]
+        for source in self.sources:
+            size = source.shape[self.dim]
             first, end = max(wanted_first, place), min(wanted_end, place + size)
             if first < end:
                 inner = (*box[: self.dim], (first - place, end - place), *box[self.dim + 1 :])
-                part.fill(inner, out.narrow(self.dim, first - wanted_first, end - first))
+                source.fill(inner, out.narrow(self.dim, first - wanted_first, end - first))
             place += size
 
 
@@ -354,17 +354,17 @@ def read_into(tensor: Tensor, start: int, into: Tensor) -> None:
     first = start + (_offset(place) if whole else 0)
     ends = range((step - first) % step or step, into.numel(), step)
     for low, high in itertools.pairwise((0, *ends, into.numel())):
-        part = into[low:high]
+        chunk = into[low:high]
         before, after = (first + low) % row, -(first + high) % row
         if not whole:
-            for box, begin, end in _boxes(tensor.shape, start + low, start + low + part.numel()):
-                tensor.fill(box, part[begin:end].view([high - least for least, high in box]))
+            for box, begin, end in _boxes(tensor.shape, start + low, start + low + chunk.numel()):
+                tensor.fill(box, chunk[begin:end].view([high - least for least, high in box]))
         elif before or after:
-            values = part.new_empty(before + part.numel() + after)
+            values = chunk.new_empty(before + chunk.numel() + after)
             node.fill_flat(first + low - before, values)
-            part.copy_(values[before : before + part.numel()])
+            chunk.copy_(values[before : before + chunk.numel()])
         else:
-            node.fill_flat(first + low, part)
+            node.fill_flat(first + low, chunk)
 
 
 def _chunk_numel(tensor: LazyTensor) -> tuple[bool, int]:

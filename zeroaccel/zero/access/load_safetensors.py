@@ -164,14 +164,14 @@ def _read(plan: _Plan, folder: SafetensorsFolder, shards: ModuleShards, device: 
         with agreed(shards.collectives, "load_safetensors: read"), torch.no_grad(), closing(folder):
             # An initializer may have removed parameters.
             parameters = {
-                m: own for m, own in plan.parameters.items() if all(m._parameters[n] is not None for n in own)
+                m: keys for m, keys in plan.parameters.items() if all(m._parameters[n] is not None for n in keys)
             }
             for module, names in parameters.items():
                 make_room(module, names, shards)
             for module, names in parameters.items():
-                load_module(module, {own: folder[name] for own, name in names.items()})
-            for (module, own), name in plan.buffers.items():
-                load_buffer(module, own, folder[name], device)
+                load_module(module, {key: folder[name] for key, name in names.items()})
+            for (module, key), name in plan.buffers.items():
+                load_buffer(module, key, folder[name], device)
     except BaseException:
         with torch.no_grad():
             for param in new:  # the memory is new, and only a part of it has values
@@ -209,7 +209,7 @@ def _match(model: nn.Module, there: Mapping[str, TensorLocation], rename: Callab
         names.setdefault(id(each), []).append(rename(plain(name)))
     seen: set[int] = set()
     for prefix, module in plain_modules(model):
-        for own, param in module._parameters.items():
+        for key, param in module._parameters.items():
             if param is None or id(param) in seen:
                 continue
             seen.add(id(param))
@@ -219,11 +219,11 @@ def _match(model: nn.Module, there: Mapping[str, TensorLocation], rename: Callab
                 plan.missing.append(aliases[0])
                 _note_missing(plan, module)
             elif _fits(plan, stored, param, there[stored]):
-                plan.parameters.setdefault(module, {})[own] = stored
-        for own, buffer in module._buffers.items():
+                plan.parameters.setdefault(module, {})[key] = stored
+        for key, buffer in module._buffers.items():
             if buffer is not None:
-                name = rename(f"{prefix}.{own}" if prefix else own)
-                _match_buffer(plan, module, own, buffer, find(name) or name, there)
+                name = rename(f"{prefix}.{key}" if prefix else key)
+                _match_buffer(plan, module, key, buffer, find(name) or name, there)
     of_model = {name for several in names.values() for name in several}
     of_model |= {rename(plain(name)) for name, _ in model.named_buffers(remove_duplicate=False)}
     plan.unexpected += sorted(there.keys() - {find(name) for name in of_model})
@@ -231,9 +231,9 @@ def _match(model: nn.Module, there: Mapping[str, TensorLocation], rename: Callab
 
 
 def _match_buffer(
-    plan: _Plan, module: nn.Module, own: str, buffer: Tensor, name: str, there: Mapping[str, TensorLocation]
+    plan: _Plan, module: nn.Module, key: str, buffer: Tensor, name: str, there: Mapping[str, TensorLocation]
 ) -> None:
-    if own in module._non_persistent_buffers_set:
+    if key in module._non_persistent_buffers_set:
         if buffer.is_meta:
             plan.unset.append(name)
             _note_missing(plan, module)
@@ -241,7 +241,7 @@ def _match_buffer(
         plan.missing.append(name)
         _note_missing(plan, module)
     elif _fits(plan, name, buffer, there[name]):
-        plan.buffers[module, own] = name
+        plan.buffers[module, key] = name
 
 
 def _fits(plan: _Plan, name: str, tensor: Tensor, stored: TensorLocation) -> bool:
@@ -290,7 +290,7 @@ def make_room(module: nn.Module, names: Collection[str], shards: ModuleShards, *
         shards: owner of new shards.
         whole: every rank gets all values.
     """
-    if not any(param.is_meta for own, param in _own_tensors(module) if own in names):
+    if not any(param.is_meta for key, param in _own_tensors(module) if key in names):
         return
     # One rank does not shard: it allocates its parameters and fills them in full.
     if shards.collectives.world_size > 1 and not whole:
@@ -306,8 +306,8 @@ def load_module(module: nn.Module, values: Mapping[str, Tensor]) -> None:
         values: the module's name of a parameter, or of a tensor in a wrapper -> values of its shape.
     """
     params = dict(_own_tensors(module))
-    for own, value in values.items():
-        param = params[own]
+    for key, value in values.items():
+        param = params[key]
         with torch._C.DisableTorchFunction():  # otherwise each question about a sharded parameter takes 0.3 ms
             handle = handle_of(param)
             handle = None if handle is None or handle.replaced else handle
@@ -328,13 +328,13 @@ def _own_values(param: nn.Parameter, handle: ParamHandle | None) -> Tensor:
     return local(param).detach() if handle is None else handle.buffer.shard.stage()[handle.reach(handle.buffer.rank)]
 
 
-def load_buffer(module: nn.Module, own: str, value: Tensor, device: torch.device) -> None:
+def load_buffer(module: nn.Module, key: str, value: Tensor, device: torch.device) -> None:
     """Fills a buffer; one on the meta device becomes a buffer on `device`."""
-    buffer = module.get_buffer(own)
+    buffer = module.get_buffer(key)
     values = torch.empty(buffer.shape, dtype=buffer.dtype, device=device if buffer.is_meta else buffer.device)
     read_into(value, 0, values.view(-1))
     if buffer.is_meta:
-        module._buffers[own] = values
+        module._buffers[key] = values
     else:
         buffer.copy_(values)
 
@@ -344,21 +344,21 @@ def _make_real(
 ) -> None:
     """Allocates memory for the module's own meta parameters and buffers; the values are uninitialized."""
     mark_small_floats(module)
-    for own, param in _own_tensors(module):
-        if param.is_meta and (names is None or own in names):
+    for key, param in _own_tensors(module):
+        if param.is_meta and (names is None or key in names):
             casts = dtype is not None and param.is_floating_point() and scales_of(param) is None
             kind = dtype if casts else param.dtype
             leave_meta(param, torch.empty(param.shape, dtype=kind, device=device))
     if names is None:
-        for own, buffer in module._buffers.items():
+        for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[own] = torch.empty_like(buffer, device=device)
+                module._buffers[key] = torch.empty_like(buffer, device=device)
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    for own, param in module._parameters.items():
+    for key, param in module._parameters.items():
         if param is not None:
-            yield from tensors_of(own, param)
+            yield from tensors_of(key, param)
 
 
 # -- files

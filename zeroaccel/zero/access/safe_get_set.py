@@ -226,8 +226,8 @@ def _gradients(handle: ParamHandle, call: str, *, so_far: bool = False) -> _Valu
         shard = gradient.shard = gradient.shard.float()
     reduced = FlatTensor(handle.buffer.own, shard)
 
-    def write(part: FlatRange, values: Tensor) -> None:
-        reduced[part].copy_(values)
+    def write(interval: FlatRange, values: Tensor) -> None:
+        reduced[interval].copy_(values)
 
     # Reduced gradients include the loss scale until the step; `factor` removes it for the caller.
     alone = handle.buffer.holders(handle.registry.collectives).world_size == 1
@@ -310,10 +310,10 @@ def _dtype(handle: ParamHandle) -> torch.dtype:
     return handle.buffer.dtype if handle.buffer.is_code else torch.float32
 
 
-def _copied(handle: ParamHandle, values: _Values, part: FlatRange) -> Tensor:
-    out = torch.empty(part.numel, dtype=_dtype(handle), device=handle.buffer.full.device)
-    if part:
-        out.copy_(values.read(part))
+def _copied(handle: ParamHandle, values: _Values, interval: FlatRange) -> Tensor:
+    out = torch.empty(interval.numel, dtype=_dtype(handle), device=handle.buffer.full.device)
+    if interval:
+        out.copy_(values.read(interval))
     return out.mul_(values.factor) if values.factor != 1.0 else out
 
 
@@ -327,11 +327,11 @@ def _assembled(handle: ParamHandle, shard: Tensor, label: str) -> Tensor:
 
 def _write(handle: ParamHandle, values: _Values, new: FlatTensor) -> None:
     """Writes the elements of `new` that this rank has."""
-    part = new.range if values.is_replicated else new.range & _own(handle)
+    rank_range = new.range if values.is_replicated else new.range & _own(handle)
     handle.registry.before_write()
     with torch.no_grad():
-        if part:
-            values.write(part, new[part] / values.factor)
+        if rank_range:
+            values.write(rank_range, new[rank_range] / values.factor)
 
 
 # -- checks of arguments

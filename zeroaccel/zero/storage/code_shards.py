@@ -47,17 +47,17 @@ class CodeShard(ShardStorage):
 
     # -- values
 
-    def elements(self, part: FlatRange) -> Tensor:
-        blocks, code = self._code_of(part)
-        return self._decoded(code, blocks.numel)[part.at(blocks.start)]
+    def elements(self, interval: FlatRange) -> Tensor:
+        blocks, code = self._code_of(interval)
+        return self._decoded(code, blocks.numel)[interval.at(blocks.start)]
 
-    def write(self, part: FlatRange, values: Tensor) -> None:
-        if not part:
+    def write(self, interval: FlatRange, values: Tensor) -> None:
+        if not interval:
             return
-        # The values of a block share a scale: a block that `part` covers only partly is decoded and encoded again.
-        blocks, code = self._code_of(part)
+        # The values of a block share a scale: a block that `interval` covers only partly is decoded and encoded again.
+        blocks, code = self._code_of(interval)
         changed = self._decoded(code, blocks.numel)
-        changed[part.at(blocks.start)].copy_(values)
+        changed[interval.at(blocks.start)].copy_(values)
         encode(changed, self._codec, code)
         cut = self._codec.scales_nbytes(blocks.numel)
         for run, first in zip(self._runs(blocks), (0, cut), strict=True):
@@ -135,11 +135,11 @@ class CodeShard(ShardStorage):
         decode(code, self._codec, values)
         return values
 
-    def _code_of(self, part: FlatRange) -> tuple[FlatRange, Tensor]:
-        """Returns the blocks that contain elements of `part`, and a copy of their code."""
+    def _code_of(self, interval: FlatRange) -> tuple[FlatRange, Tensor]:
+        """Returns the blocks that contain elements of `interval`, and a copy of their code."""
         block = self._codec.block_numel
         origin = self.range.start
-        first, last = (part.start - origin) // block, -(-(part.end - origin) // block)
+        first, last = (interval.start - origin) // block, -(-(interval.end - origin) // block)
         blocks = FlatRange(origin + first * block, origin + last * block)
         scales, codes = (self._codes.read(run) for run in self._runs(blocks))
         code = scales.new_zeros(self._codec.nbytes(blocks.numel))

@@ -165,11 +165,11 @@ class MasterStorage(ABC):
         """Stores the first masters, (range.numel,) of any floating dtype, before the weights can be read."""
 
     @abstractmethod
-    def elements(self, part: FlatRange, state: str | None = None) -> Elements:
-        """Returns masters of `part`, or values of a state with one per element: a live view, or a reader of them."""
+    def elements(self, interval: FlatRange, state: str | None = None) -> Elements:
+        """Returns masters of `interval`, or a state with one value per element: a live view, or a reader of them."""
 
     @abstractmethod
-    def write(self, part: FlatRange, values: Tensor, state: str | None = None) -> None:
+    def write(self, interval: FlatRange, values: Tensor, state: str | None = None) -> None:
         """Replaces masters, or values of a state, and returns when they are stored.
 
         Raises:
@@ -245,29 +245,29 @@ class MasterStorage(ABC):
         """Returns the memory to which a step writes the new weights; None if the masters are the weights."""
         return self.shard.stage()
 
-    def read(self, part: FlatRange, state: str | None = None) -> Tensor:
+    def read(self, interval: FlatRange, state: str | None = None) -> Tensor:
         """Returns the values of `elements`, (n,), in memory.
 
         Raises:
             OffloadError: reading them failed.
         """
-        return in_memory(self.elements(part, state))
+        return in_memory(self.elements(interval, state))
 
-    def follow_weights(self, part: FlatRange, weights: Tensor, before: Tensor | None = None) -> None:
+    def follow_weights(self, interval: FlatRange, weights: Tensor, before: Tensor | None = None) -> None:
         """Sets masters to new weights; a master that rounds to its new weight keeps its fp32 bits.
 
         Args:
             weights: (n,) new weights, which are already stored.
             before: masters before the change, required if `reads_weights`.
         """
-        masters = self.read(part) if before is None else before
+        masters = self.read(interval) if before is None else before
         new = weights.to(masters.device)
         if new.dtype is not torch.float32:
             # The comparison is bitwise, so that it distinguishes NaNs and signed zeros. Without it, saving 16-bit
             # values and loading them back would round every master.
             same = masters.to(new.dtype).view(torch.int16) == new.view(torch.int16)
             new = torch.where(same, masters, new.float())
-        self.write(part, new)
+        self.write(interval, new)
 
     @property
     def _optimizer(self) -> Optimizer:
@@ -289,11 +289,11 @@ class NoMasters(MasterStorage):
     def initialize(self, source: Tensor) -> None:
         return None
 
-    def elements(self, part: FlatRange, state: str | None = None) -> Elements:
+    def elements(self, interval: FlatRange, state: str | None = None) -> Elements:
         assert state is None, f"state {state} of weights without an optimizer"
-        return self.shard.elements(part)
+        return self.shard.elements(interval)
 
-    def write(self, part: FlatRange, values: Tensor, state: str | None = None) -> None:
+    def write(self, interval: FlatRange, values: Tensor, state: str | None = None) -> None:
         return None
 
     def load(self, fill: FillRange, flush: Callable[[], None]) -> None:
@@ -305,7 +305,7 @@ class NoMasters(MasterStorage):
     def publish(self) -> None:
         return None
 
-    def follow_weights(self, part: FlatRange, weights: Tensor, before: Tensor | None = None) -> None:
+    def follow_weights(self, interval: FlatRange, weights: Tensor, before: Tensor | None = None) -> None:
         return None
 
 
@@ -336,16 +336,16 @@ class SeparateMasters(MasterStorage):
         if makes_states and self.pieces:
             make_states(optimizer, self.pieces)
 
-    def elements(self, part: FlatRange, state: str | None = None) -> Tensor:
+    def elements(self, interval: FlatRange, state: str | None = None) -> Tensor:
         if state is None:
-            return self._masters[part]
-        parts = [self._state(piece, state, both) for piece in self.pieces if (both := piece.range & part)]
+            return self._masters[interval]
+        parts = [self._state(piece, state, both) for piece in self.pieces if (both := piece.range & interval)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _state(self, piece: MasterPiece, name: str, part: FlatRange) -> Tensor:
+    def _state(self, piece: MasterPiece, name: str, interval: FlatRange) -> Tensor:
         # For 8-bit moments, only the requested blocks are decoded: a checkpoint reads a piece parameter by parameter.
-        # Pieces and slots start at multiples of a block, and so does `part`.
-        within = part.at(piece.range.start)
+        # Pieces and slots start at multiples of a block, and so does `interval`.
+        within = interval.at(piece.range.start)
         entries: Mapping[str, Any] = self._optimizer.state[piece.param]
         if isinstance(self._optimizer, ShardOptimizer) and entries[name].dtype is torch.uint8:
             cut = {key: _block_part(value, piece.range.numel, within) for key, value in entries.items()}
@@ -353,15 +353,15 @@ class SeparateMasters(MasterStorage):
         flat: Tensor = entries[name].detach().contiguous().view(-1)
         return flat[within]
 
-    def write(self, part: FlatRange, values: Tensor, state: str | None = None) -> None:
+    def write(self, interval: FlatRange, values: Tensor, state: str | None = None) -> None:
         if state is None:
-            self._masters[part].copy_(values)
+            self._masters[interval].copy_(values)
             return
         for piece in self.pieces:
-            both = piece.range & part
+            both = piece.range & interval
             if both:
                 flat = self._optimizer.state[piece.param][state].detach().view(-1)
-                flat[both.at(piece.range.start)].copy_(values[both.at(part.start)])
+                flat[both.at(piece.range.start)].copy_(values[both.at(interval.start)])
 
     def load(self, fill: FillRange, flush: Callable[[], None]) -> None:
         fill(self.range, self._masters.values)  # this memory stays allocated, so one flush can serve many storages
@@ -402,9 +402,9 @@ class AliasedMasters(SeparateMasters):
     def initialize(self, source: Tensor) -> None:
         self._point_at(self.shard.stage()[self.range])
 
-    def write(self, part: FlatRange, values: Tensor, state: str | None = None) -> None:
+    def write(self, interval: FlatRange, values: Tensor, state: str | None = None) -> None:
         self.shard.stage()  # copies of the weights to the device may still read this memory
-        super().write(part, values, state)
+        super().write(interval, values, state)
 
     def load(self, fill: FillRange, flush: Callable[[], None]) -> None:
         self.shard.stage()
@@ -413,7 +413,7 @@ class AliasedMasters(SeparateMasters):
     def stage_weights(self) -> FlatTensor | None:
         return None
 
-    def follow_weights(self, part: FlatRange, weights: Tensor, before: Tensor | None = None) -> None:
+    def follow_weights(self, interval: FlatRange, weights: Tensor, before: Tensor | None = None) -> None:
         return None
 
     def publish(self) -> None:
@@ -428,10 +428,10 @@ class AliasedMasters(SeparateMasters):
         return values
 
 
-def _block_part(value: Any, numel: int, part: slice) -> Any:
+def _block_part(value: Any, numel: int, elements: slice) -> Any:
     """Returns elements of a state's tensor, or the exponents of the 8-bit blocks that contain them."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
     if value.numel() == numel:
-        return value.reshape(-1)[part]
-    return value.reshape(-1)[part.start // BLOCK_NUMEL : -(-part.stop // BLOCK_NUMEL)]
+        return value.reshape(-1)[elements]
+    return value.reshape(-1)[elements.start // BLOCK_NUMEL : -(-elements.stop // BLOCK_NUMEL)]

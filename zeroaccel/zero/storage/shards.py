@@ -104,11 +104,11 @@ class ShardStorage(ABC):
     # -- the interface that subclasses implement
 
     @abstractmethod
-    def elements(self, part: FlatRange) -> Elements:
+    def elements(self, interval: FlatRange) -> Elements:
         """Returns elements of `range`: a live view, or a reader, which must work in any thread."""
 
     @abstractmethod
-    def write(self, part: FlatRange, values: Tensor) -> None:
+    def write(self, interval: FlatRange, values: Tensor) -> None:
         """Replaces elements of `range` by values of any dtype, and returns when they are stored.
 
         Raises:
@@ -161,13 +161,13 @@ class ShardStorage(ABC):
 
     # -- methods on top of the interface
 
-    def read(self, part: FlatRange) -> Tensor:
+    def read(self, interval: FlatRange) -> Tensor:
         """Returns elements of `range`, (n,): a live view of memory, or a copy.
 
         Raises:
             OffloadError: reading them failed.
         """
-        return in_memory(self.elements(part))
+        return in_memory(self.elements(interval))
 
     def replace(self, values: Tensor) -> None:
         """Replaces the weights by `values`, (range.numel,); the store may complete later."""
@@ -274,14 +274,14 @@ class MemoryShard(ShardStorage):
         """Device of the memory."""
         return self._memory.values.device
 
-    def elements(self, part: FlatRange) -> Tensor:
+    def elements(self, interval: FlatRange) -> Tensor:
         self._await_writes()
-        return self._memory[part]
+        return self._memory[interval]
 
-    def write(self, part: FlatRange, values: Tensor) -> None:
+    def write(self, interval: FlatRange, values: Tensor) -> None:
         self._await_copies()
         self._await_writes()
-        self._memory[part].copy_(values)
+        self._memory[interval].copy_(values)
 
     def replace(self, values: Tensor) -> None:
         self._await_writes()
@@ -373,15 +373,15 @@ class NvmeShard(ShardStorage):
             loan, self._loan = self._loan, None
             self._tier.release(loan)
 
-    def elements(self, part: FlatRange) -> StoredElements:
-        offset = (part.start - self.range.start) * self.dtype.itemsize
-        return StoredElements.under(self._tier, self._key, offset, part.numel, self.dtype)
+    def elements(self, interval: FlatRange) -> StoredElements:
+        offset = (interval.start - self.range.start) * self.dtype.itemsize
+        return StoredElements.under(self._tier, self._key, offset, interval.numel, self.dtype)
 
-    def write(self, part: FlatRange, values: Tensor) -> None:
-        if not part:
+    def write(self, interval: FlatRange, values: Tensor) -> None:
+        if not interval:
             return
         # A tier stores a key only as a whole, so this reads the shard, changes it and writes it back.
-        self.stage_current()[part.at(self.range.start)].copy_(values)
+        self.stage_current()[interval.at(self.range.start)].copy_(values)
         self.commit()
         self._tier.settle()
 

@@ -143,8 +143,8 @@ class SubGroup:
     def state_of(self, buffer: Tensor, name: str, piece: MasterPiece) -> Tensor:
         """Returns a piece's part of a state in the state buffer, in its shape."""
         state = self.states[name]
-        part = state.part(piece.range.at(self.range.start))
-        return self.state(buffer, name)[part].view(state.shape(piece.shape))
+        elements = state.part(piece.range.at(self.range.start))
+        return self.state(buffer, name)[elements].view(state.shape(piece.shape))
 
     def offset(self, name: str) -> int:
         """Returns the offset of a state in bytes."""
@@ -366,11 +366,11 @@ class SwappedMasters(MasterStorage):
         # The parameters stay the objects that the optimizer's groups and state refer to; only their data is replaced.
         in_parts = self._parts(group, buffer) if masters is None else None
         for piece in group.pieces:
-            part = piece.range.at(group.range.start)
+            elements = piece.range.at(group.range.start)
             if masters is not None:
-                piece.param.data = masters[part].view(piece.shape)
+                piece.param.data = masters[elements].view(piece.shape)
             elif in_parts is not None:
-                piece.parts = in_parts.cut(part)
+                piece.parts = in_parts.cut(elements)
             if group.has_states:
                 for name, _ in _element_states(self._optimizer, piece, group):
                     state[piece.param][name] = group.state_of(buffer, name, piece)
@@ -426,28 +426,28 @@ class SwappedMasters(MasterStorage):
         """Replaces masters, starting at element `first` of the sub-group."""
         group.masters(buffer)[first : first + values.numel()].copy_(values)
 
-    def _stored_masters(self, group: SubGroup, part: FlatRange) -> StoredElements:
-        start = 4 * (part.start - group.range.start)
-        return StoredElements.under(self._swapper.tier, group.key, start, part.numel, torch.float32)
+    def _stored_masters(self, group: SubGroup, interval: FlatRange) -> StoredElements:
+        start = 4 * (interval.start - group.range.start)
+        return StoredElements.under(self._swapper.tier, group.key, start, interval.numel, torch.float32)
 
     # -- ranges
 
-    def elements(self, part: FlatRange, state: str | None = None) -> Elements:
-        if state is not None and (values_here := self._in_memory(part, state)) is not None:
+    def elements(self, interval: FlatRange, state: str | None = None) -> Elements:
+        if state is not None and (values_here := self._in_memory(interval, state)) is not None:
             return values_here
         ranges: list[StoredElements] = []
         for group in self._groups:
-            both = group.range & part
+            both = group.range & interval
             if both:
                 ranges.append(self._stored_masters(group, both) if state is None else self._stored(group, both, state))
         return StoredElements.joined(ranges, ranges[0].dtype if ranges else torch.float32)
 
-    def _stored(self, group: SubGroup, part: FlatRange, state: str) -> StoredElements:
+    def _stored(self, group: SubGroup, interval: FlatRange, state: str) -> StoredElements:
         """Returns the values of a state, those of 8-bit blocks as bfloat16, which has them exactly."""
-        tier, origin, dtype = self._swapper.tier, part.start - group.range.start, group.states[state].dtype
+        tier, origin, dtype = self._swapper.tier, interval.start - group.range.start, group.states[state].dtype
         start, exponents = group.offset(state), exponents_name(state)
         if exponents not in group.states:
-            return StoredElements.under(tier, group.key, start + origin * dtype.itemsize, part.numel, dtype)
+            return StoredElements.under(tier, group.key, start + origin * dtype.itemsize, interval.numel, dtype)
         optimizer, exponents_start = self._optimizer, group.offset(exponents)
         assert isinstance(optimizer, ShardOptimizer), "only native optimizers have moments in blocks"
         signed = optimizer.moments[state]
@@ -459,19 +459,19 @@ class SwappedMasters(MasterStorage):
             scales = tier.read(group.key, exponents_start + begin // BLOCK_NUMEL, (end - begin) // BLOCK_NUMEL)
             return decode(codes, scales, signed=signed)[low - begin : high - begin].to(torch.bfloat16)
 
-        return StoredElements(part.numel, torch.bfloat16, read)
+        return StoredElements(interval.numel, torch.bfloat16, read)
 
-    def write(self, part: FlatRange, values: Tensor, state: str | None = None) -> None:
-        if state is not None and (values_here := self._in_memory(part, state)) is not None:
+    def write(self, interval: FlatRange, values: Tensor, state: str | None = None) -> None:
+        if state is not None and (values_here := self._in_memory(interval, state)) is not None:
             values_here.copy_(values)
             return
         for group in self._groups:
-            both = group.range & part
+            both = group.range & interval
             if not both:
                 continue
             # A tier stores a key only as a whole, so each range needs a read and a write of its sub-group.
             buffer = self._swapper.fetch(group).wait()
-            new, first = values[both.at(part.start)], both.start - group.range.start
+            new, first = values[both.at(interval.start)], both.start - group.range.start
             if state is None:
                 self._write_masters(group, buffer, new, first)
             else:
@@ -479,10 +479,10 @@ class SwappedMasters(MasterStorage):
             self._swapper.store(group, buffer)
         self._swapper.tier.settle()
 
-    def _in_memory(self, part: FlatRange, state: str) -> Tensor | None:
+    def _in_memory(self, interval: FlatRange, state: str) -> Tensor | None:
         """Returns the state of a 0-dimensional parameter, (1,): it looks like a counter, and so stays in memory."""
         for piece in self.pieces:
-            if not piece.shape and part.start in piece.range:
+            if not piece.shape and interval.start in piece.range:
                 value: Tensor = self._optimizer.state[piece.param][state]
                 return value.detach().view(-1)
         return None
@@ -571,12 +571,12 @@ class ResidualMasters(SwappedMasters):
         residuals, ties = _residuals(group, buffer)
         split(values.to("cpu", torch.float32).contiguous(), residuals[first : first + values.numel()], ties, first)
 
-    def _stored_masters(self, group: SubGroup, part: FlatRange) -> StoredElements:
+    def _stored_masters(self, group: SubGroup, interval: FlatRange) -> StoredElements:
         tier, numel = self._swapper.tier, group.range.numel
 
         def read(first: int, count: int) -> Tensor:
             # The bits of ties may begin within a byte: the last argument of `join` is the first bit's position.
-            now = FlatRange(part.start + first, part.start + first + count)
+            now = FlatRange(interval.start + first, interval.start + first + count)
             low, high = now.start - group.range.start, now.end - group.range.start
             residuals = tier.read(group.key, 2 * low, 2 * count).view(torch.int16)
             ties = tier.read(group.key, 2 * numel + low // 8, ties_nbytes(high) - low // 8)
@@ -584,7 +584,7 @@ class ResidualMasters(SwappedMasters):
             join(self.shard.read(now), residuals, ties, masters, low % 8)
             return masters
 
-        return StoredElements(part.numel, torch.float32, read)
+        return StoredElements(interval.numel, torch.float32, read)
 
 
 def _residuals(group: SubGroup, buffer: Tensor) -> tuple[Tensor, Tensor]:
