@@ -199,7 +199,8 @@ def test_trackers_log_on_one_rank_whose_failure_ends_no_run(ranks: Ranks, tmp_pa
     zero, one = ranks(2).run(_tracked, str(tmp_path))
     assert zero[0] == [({"loss": 1.0}, 1), "finish"]
     assert one[0] == []
-    assert len(zero[1]) == 1 and "Notes failed to finish" in zero[1][0]
+    assert len(zero[1]) == 1
+    assert "Notes failed to finish" in zero[1][0]
     assert one[1] == []
     for _, _, (unknown, folderless, unnamed, nowhere, two) in (zero, one):
         assert "got 'neptune'" in unknown

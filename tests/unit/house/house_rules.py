@@ -178,7 +178,7 @@ OLD_WORDS = re.compile(
     re.IGNORECASE,
 )
 # Names of variables that do not say what they are.
-NO_NOUNS = {"given", "held", "kept", "one", "told"}
+NO_NOUNS = {"given", "held", "kept", "one", "own", "part", "told"}
 NAMELESS = {"util", "utils", "helper", "helpers", "manager", "misc", "common"}
 COLLECTIVES = re.compile(
     r"(all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|reduce|gather|scatter|i?send|i?recv|batch_isend|barrier"
