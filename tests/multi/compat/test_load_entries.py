@@ -25,7 +25,7 @@ def test_values_are_those_of_one_process(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
     rows = {row["name"]: row for row in lines}
-    assert len(rows) == 20
+    assert len(rows) == 21
     for name, row in rows.items():
         if name in REFUSED:
             assert all(REFUSED[name] in error for error in row["errors"]), row

@@ -513,6 +513,8 @@ class Init:
             self._undo.callback(register_module_parameter_registration_hook(_parameter_registered).remove)
             self._undo.callback(register_module_module_registration_hook(_module_registered).remove)
             self._undo.enter_context(_UseMode())
+            if _OVERWRITTEN:  # a load without shards constructs on the meta device, which draws no random numbers
+                self._undo.callback(torch.set_rng_state, torch.get_rng_state())
         _ACTIVE.append(self)
         return self
 
