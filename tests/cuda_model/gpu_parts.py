@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import traceback
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,8 @@ _SIZE = Size(layers=2, tokens=32)
 
 
 def run_part(name: str, report: Callable[[Any], object] = lambda figure: None) -> dict[str, Any]:
-    """Returns the figures of a part, by name; the findings of the model; and the error that it raised, if any.
+    """Returns the figures of a part, by name; the findings of the model; the error that it raised, if any; and how many
+    tensors the host filled with random numbers.
 
     Args:
         report: gets each figure at once.
@@ -47,6 +48,7 @@ def run_part(name: str, report: Callable[[Any], object] = lambda figure: None) -
 
     figures: dict[str, float | None] = {}
     error, model, replacements = "", StreamModel(), Replacements()
+    draws: Counter[str] = Counter()
 
     def add(figure: Any) -> None:
         figures[figure.name] = figure.value
@@ -54,7 +56,14 @@ def run_part(name: str, report: Callable[[Any], object] = lambda figure: None) -
 
     run = parts.Run("small", 60.0, add, {})
     try:
-        with modelled_rank(2 if name in ("ranks", "two_ranks_more") else 1, model):
+        with modelled_rank(2 if name in ("ranks", "two_ranks_more") else 1, model) as modelled:
+            on_host = modelled.cuda.on_host
+
+            def noted(what: str, *tensors: Any) -> None:
+                draws[what] += what in ("normal_", "uniform_")
+                on_host(what, *tensors)
+
+            replacements.set(modelled.cuda, "on_host", noted)
             replacements.set(plans, "SIZES", {"small": _SIZE})
             for module in (parts, campaign, sys.modules["workloads"]):
                 replacements.set(module, "SIZES", {"small": _SIZE})
@@ -91,7 +100,7 @@ def run_part(name: str, report: Callable[[Any], object] = lambda figure: None) -
         replacements.undo()
         sys.modules.pop("cupy", None)
         del sys.path[:2]
-    return {"figures": figures, "findings": dict(model.findings), "error": error}
+    return {"figures": figures, "findings": dict(model.findings), "error": error, "host_draws": draws.total()}
 
 
 def _once(call: Any, count: int = 5) -> float:

@@ -19,7 +19,8 @@ from tests.cuda_model.fake_cuda import DEVICE, FakeCuda  # first: it loads the l
 
 import torch  # isort: skip
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -40,6 +41,7 @@ from zeroaccel.offload.file_io import BlockFile, Direction, IoSettings, Traffic
 from zeroaccel.offload.host_buffers import HostArena
 from zeroaccel.ops import dispatch, step_control
 from zeroaccel.ops.device_kernels import DeviceKernels, kernels_for
+from zeroaccel.zero.access import deferred_init
 from zeroaccel.zero.param_unit import FlatBuffer
 from zeroaccel.zero.storage import placement
 from zeroaccel.zero.storage.shards import SecondaryShard
@@ -233,6 +235,7 @@ def _replace_host_work(cuda: FakeCuda, turns: model_threads.Turns, replacements:
     replacements.everywhere(dispatch.launch, launch)
     replacements.everywhere(host_buffers.aligned_bytes, aligned_bytes)
     replacements.set(placement, "empty_on_host", states)
+    replacements.set(deferred_init, "_is_plain", lambda param: type(param) in (nn.Parameter, FakeTensor))
     replacements.set(HostArena, "empty", empty)  # its tensors report their end through arrays, which fake tensors lack
     replacements.everywhere(BlockFile, lambda *arguments: _ModelFile(cuda, executor, *arguments))
 

@@ -33,7 +33,7 @@ _FIGURES = {
     "files_and_states": "states back, turn 2",
 }
 _SLOW = {"promise", "waits", "memory", "overlap", "largest", "host_update", "host_training", "seven_billion"}
-_SLOW |= {"contenders", "largest_int8", "two_ranks_more", "files_and_states", "kernels"}
+_SLOW |= {"contenders", "two_ranks_more", "files_and_states", "kernels"}
 
 
 @pytest.mark.parametrize(
@@ -43,4 +43,6 @@ def test_a_part_runs_on_the_model(name: str, model_process: ModelProcess) -> Non
     outcome = model_process.part(name)
     assert not outcome.error
     assert not _FIGURES[name] or _FIGURES[name] in outcome.figures
+    # Of the weights of 13B the host would draw one at a time for two minutes.
+    assert not outcome.host_draws or name == "host_update"
     assert all("READ BEFORE ANY WRITE" in finding for finding in outcome.findings), outcome.findings

@@ -295,9 +295,9 @@ def broadcast_buffers(model: nn.Module, collectives: Collectives) -> None:
             buffer.detach().copy_(flat)
 
 
-def note_cast(param: nn.Parameter, dtype: torch.dtype) -> None:
-    """Records the dtype in which the program made this parameter, before it is cast ahead of the engine."""
-    vars(param).setdefault(_BUILT_AS, dtype)
+def note_cast(param: nn.Parameter, dtype: torch.dtype, device: torch.device) -> None:
+    """Records as what the program made this parameter, before it is cast and moved ahead of the engine."""
+    vars(param).setdefault(_BUILT_AS, (dtype, device))
 
 
 def forget_cast(param: nn.Parameter) -> None:
@@ -307,8 +307,13 @@ def forget_cast(param: nn.Parameter) -> None:
 
 def dtype_before(param: nn.Parameter) -> torch.dtype:
     """Returns the dtype in which the program made a parameter, before any cast while it was built or loaded."""
-    dtype: torch.dtype = vars(param).get(_BUILT_AS, param.dtype)
-    return dtype
+    return made_as(param)[0]
+
+
+def made_as(param: nn.Parameter) -> tuple[torch.dtype, torch.device]:
+    """Returns dtype and device with which the program made a parameter; see `note_cast`."""
+    made: tuple[torch.dtype, torch.device] = vars(param).get(_BUILT_AS, (param.dtype, param.device))
+    return made
 
 
 def _holds_angles(module: nn.Module, name: str) -> bool:

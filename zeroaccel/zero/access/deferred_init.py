@@ -44,7 +44,7 @@ from zeroaccel.zero.from_config import DTYPES
 from zeroaccel.zero.layout import FlatLayout
 from zeroaccel.zero.model_check import float64_error
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
-from zeroaccel.zero.precision import dtype_before, note_cast
+from zeroaccel.zero.precision import made_as, note_cast
 from zeroaccel.zero.quantized_weights import attach_codes
 from zeroaccel.zero.storage.placement import BufferPlan
 from zeroaccel.zero.storage.shards import MemoryShard
@@ -145,7 +145,7 @@ class ModuleShards:
             return
         if self.collectives.world_size == 1:
             for name, param in named:
-                note_cast(param, param.dtype)
+                note_cast(param, param.dtype, param.device)
                 dtype = self.destination.dtype_of(self._name(module, name), param)
                 param.data = param.data.to(self.destination.device, dtype)
             return
@@ -157,12 +157,12 @@ class ModuleShards:
         # shards of all earlier modules.
         for dtype, same in self._by_dtype(module, named).items():
             params = [param for _, param in same]
-            built_as = [dtype_before(param) for param in params]
+            before = [made_as(param) for param in params]
             layout = self._lay_out(module, same)
             device, label = self.destination.device, self._label(module)
             source = initial_values(layout, params, device, self.collectives, label)
-            for param, before in zip(params, built_as, strict=True):
-                note_cast(param, before)
+            for param, made in zip(params, before, strict=True):
+                note_cast(param, *made)
             buffer = self._buffer(layout, params, dtype)
             buffer.adopt(source, self._storage(buffer))
             buffers.append(buffer)
@@ -185,7 +185,7 @@ class ModuleShards:
                 if param.is_meta:
                     leave_meta(param, torch.empty(0, dtype=dtype, device=self.destination.device))
                 else:
-                    note_cast(param, dtype_before(param))
+                    note_cast(param, *made_as(param))
             buffer = self._buffer(layout, [param for _, param in same], dtype)
             buffer.store_in(self._storage(buffer))
             shard = buffer.shard.stage()
@@ -374,7 +374,7 @@ def _to_shard(module: nn.Module, *, meta: bool = False) -> list[tuple[str, nn.Pa
         # A tensor subclass cannot be split at an arbitrary element, except one that stores codes.
         if param is None or handle_of(param) is not None:
             continue
-        if scales_of(param) is None and type(param) is not nn.Parameter:
+        if scales_of(param) is None and not _is_plain(param):
             continue
         for key, each in tensors_of(name, param):
             if each.is_meta == meta and handle_of(each) is None:
@@ -382,13 +382,17 @@ def _to_shard(module: nn.Module, *, meta: bool = False) -> list[tuple[str, nn.Pa
     return list(named.values())
 
 
+def _is_plain(param: nn.Parameter) -> bool:
+    return type(param) is nn.Parameter
+
+
 def leave_meta(param: nn.Parameter, data: Tensor) -> None:
     """Gives a meta parameter a real tensor; the object stays, because optimizers and tied modules refer to it."""
     real = nn.Parameter(data, requires_grad=param.requires_grad)
     vars(real).update(vars(param))
-    built_as = param.dtype
+    made = param.dtype, param.device
     torch.utils.swap_tensors(param, real)
-    note_cast(param, built_as)
+    note_cast(param, *made)
 
 
 def _nbytes(units: Iterable[ParamUnit]) -> int:
@@ -400,7 +404,9 @@ RemoteDevice = Literal["cpu", "nvme"]
 _ACTIVE: list[Init] = []
 _OVERWRITTEN: list[str] = []  # reasons why the values of constructors will not be used
 _UNWRITTEN: dict[int, Tensor] = {}  # storage -> a result of `torch.empty` that no function has used since
+_DRAWS = frozenset({"normal_", "uniform_", "kaiming_normal_", "kaiming_uniform_"})  # they replace all elements
 _RAW_MEMORY = frozenset({"data_ptr", "storage", "untyped_storage"})
+_META = torch.device("meta")
 _PARENTS: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[nn.Module], str]] = weakref.WeakKeyDictionary()
 
 
@@ -623,10 +629,26 @@ class _UseMode(TorchFunctionMode):
             for each in tree_leaves((args, kwargs)):
                 if isinstance(each, Tensor):
                     _UNWRITTEN.pop(each.untyped_storage()._cdata, None)
-        made = func(*args, **kwargs)
+        made = _draw(func, args, kwargs) if name in _DRAWS else func(*args, **kwargs)
         if _OVERWRITTEN and func is torch.empty and kwargs.get("out") is None:
             _UNWRITTEN[made.untyped_storage()._cdata] = made
         return made
+
+
+def _draw(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Fills a tensor with random numbers, on the device of the constructor if it is a parameter that left it.
+
+    The values are then those of a constructor without `Init`; and the CPU draws one number at a time.
+    """
+    target = args[0] if args else kwargs.get("tensor")
+    if isinstance(target, nn.Parameter) and kwargs.get("generator") is None:
+        _, device = made_as(target)
+        if device not in (target.device, _META):
+            with torch.no_grad():
+                others = {name: value for name, value in kwargs.items() if name != "tensor"}
+                target.copy_(func(torch.empty_like(target, device=device), *args[1:], **others))
+            return target
+    return func(*args, **kwargs)
 
 
 def _parameters_in(values: Iterable[Any]) -> Iterable[nn.Parameter]:
