@@ -23,6 +23,7 @@ from zeroaccel.checkpoint.consolidate import get_fp32_state_dict_from_zero_check
 from zeroaccel.ops import Adam
 from zeroaccel.ops.moments import decode, encode, random_bits
 from zeroaccel.ops.residual import SplitMasters, join, split, ties_nbytes
+from zeroaccel.zero.storage import swapped_masters
 
 TIERS = [
     (stage, states, params)
@@ -116,6 +117,32 @@ def test_other_optimizers_and_times_have_the_same_bits_too(ranks: Ranks, tmp_pat
     for told in ranks(2).run(_train_variants, tmp_path):
         assert [(name, found) for name, found in told if found] == []
         assert len(told) == 6
+
+
+def _train_rounded(settings: list[dict[str, Any]]) -> tuple[list[Run], int]:
+    """Trains models that are in bf16 already; returns the runs, and how often residuals were computed at the start."""
+    splits, passes = 0, swapped_masters.split
+
+    def counted(*arguments: Any) -> None:
+        nonlocal splits
+        splits += 1
+        passes(*arguments)
+
+    swapped_masters.split = counted
+    try:
+        zeroaccel.initialize(Toy().bfloat16(), config=settings[-1])[0].destroy()
+    finally:
+        swapped_masters.split = passes
+    return [train(each, 3, make=lambda: Toy().bfloat16()) for each in settings], splits
+
+
+def test_weights_in_bf16_need_no_pass_for_their_residuals(ranks: Ranks, tmp_path: Path) -> None:
+    settings = [
+        _settings(tmp_path, 3, "cpu", "cpu", data_types={"master_weights": kind}) for kind in ("fp32", "residual")
+    ]
+    for (exact, parts), splits in ranks(2).run(_train_rounded, settings):
+        assert differences(exact, parts) == []
+        assert splits == 0
 
 
 def _adam_in_blocks(x: Tensor, moments: list[Tensor], grad: Tensor, step: int) -> tuple[Tensor, list[Tensor], Tensor]:

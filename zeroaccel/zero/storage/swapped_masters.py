@@ -568,6 +568,9 @@ class ResidualMasters(SwappedMasters):
         self._write_masters(group, buffer, masters)
 
     def _write_masters(self, group: SubGroup, buffer: Tensor, values: Tensor, first: int = 0) -> None:
+        if values.dtype is torch.bfloat16 and values.numel() == group.range.numel:
+            buffer[: group.master_nbytes].zero_()  # weights without a rest, such as those of `zero.Init`
+            return
         residuals, ties = _residuals(group, buffer)
         split(values.to("cpu", torch.float32).contiguous(), residuals[first : first + values.numel()], ties, first)
 
