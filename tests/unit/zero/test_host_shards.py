@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroaccel.zero.layout import FlatLayout
 from zeroaccel.zero.param_unit import FlatBuffer
+from zeroaccel.zero.storage.copy_stream import CopyStream
 from zeroaccel.zero.storage.placement import BufferPlan
 from zeroaccel.zero.storage.shards import MemoryShard, ShardPlace
 
@@ -41,6 +42,18 @@ def test_the_host_waits_for_the_writes_of_an_update(buffer: FlatBuffer) -> None:
     for count, use in enumerate(uses, 1):
         use()
         assert copies.finish_writes.call_count == count
+
+
+@pytest.mark.parametrize(("event", "finish"), [("_last_read", "finish_reads"), ("_last_write", "finish_writes")])
+def test_a_copy_that_begins_during_a_wait_of_another_thread_is_awaited_later(event: str, finish: str) -> None:
+    copies = object.__new__(CopyStream)
+    first, second = Mock(**{"query.return_value": False}), Mock(**{"query.return_value": False})
+    first.synchronize.side_effect = lambda: setattr(copies, event, second)  # the main thread begins the next copy
+    setattr(copies, event, first)
+    getattr(copies, finish)()
+    assert first.synchronize.called
+    getattr(copies, finish)()
+    assert second.synchronize.called
 
 
 class _Allocations(TorchDispatchMode):

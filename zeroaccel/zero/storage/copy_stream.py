@@ -177,15 +177,14 @@ class CopyStream:
 
     def finish_reads(self) -> None:
         """Blocks until no copy to the device reads host memory; the host may then change it."""
-        if self._last_read is not None and not self._last_read.query():
-            self._last_read.synchronize()
-        self._last_read = None
+        # The event stays: the thread of updates calls this while the main thread may have begun the next copy.
+        if (event := self._last_read) is not None and not event.query():
+            event.synchronize()
 
     def finish_writes(self) -> None:
         """Blocks until the copies of `write_host` are complete."""
-        if self._last_write is not None and not self._last_write.query():
-            self._last_write.synchronize()
-        self._last_write = None
+        if (event := self._last_write) is not None and not event.query():
+            event.synchronize()
 
     def finish(self) -> None:
         """Blocks until the copies of both directions are complete. The host waits once, for one event."""
