@@ -91,9 +91,11 @@ class _Campaign:
         """Runs the stages of a call until its limit."""
         call = _calls()[number]
         deadline = time.monotonic() + call.seconds
+        later = sum(call.stages.values())
         print(f"=== call {number}: {len(call.stages)} stages in at most {call.seconds:.0f} s", flush=True)
         for name, seconds in call.stages.items():
             left = deadline - time.monotonic()
+            later -= seconds
             if self._is_done(name):
                 self._names.append(name)
                 print(f"--- {name}: skipped: {self._folder} has its figures for this tree", flush=True)
@@ -101,7 +103,8 @@ class _Campaign:
                 self.failed = True
                 self._note(name, [], f"failed: no time was left in call {number}")
             else:
-                self.run(name, min(seconds, left))
+                # What earlier stages have saved is this one's: a limit is a plan, and cuts what has not ended.
+                self.run(name, min(max(seconds, left - later), left))
 
     def run(self, name: str, seconds: float) -> None:
         """Runs one stage or part, and writes its section and the page."""
@@ -222,7 +225,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--no-predictions", action="store_true", help="measure only")
     parser.add_argument("--kept", action="store_true", help="keep predictions and figures of other trees in the page")
     parser.add_argument("--rehearse", action="store_true", help="run on the stream model instead of a device")
-    parser.add_argument("--only", help=argparse.SUPPRESS)  # for the process of one part
+    # For the process of one part: its name, and the clock at its start, which all processes of a machine share.
+    parser.add_argument("--only", help=argparse.SUPPRESS)
+    parser.add_argument("--begun", type=float, default=time.monotonic(), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     unknown = [name for name in arguments.parts if name not in _parts()]
     if unknown:
@@ -273,6 +278,7 @@ def _run_apart(name: str, seconds: float, arguments: argparse.Namespace, folder:
     file = folder / f"{name}.jsonl"
     file.unlink(missing_ok=True)
     begun = time.monotonic()
+    command += ["--begun", str(begun)]
     with (folder / f"{name}.log").open("w") as log:
         try:
             code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=seconds).returncode
@@ -300,7 +306,8 @@ def _run_here(arguments: argparse.Namespace) -> int:
             from parts import Run
 
             predictions = dict(_numbers(json.loads((folder / _IN_USE).read_text())))
-            _parts()[arguments.only](Run(arguments.size, arguments.limit, report, predictions))
+            seconds = arguments.limit - (time.monotonic() - arguments.begun)  # imports count
+            _parts()[arguments.only](Run(arguments.size, seconds, report, predictions))
         except Exception:
             traceback.print_exc()
             return 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,7 @@ class Trained:
         losses: of all steps with this batch.
         peak_nbytes: peak of device memory.
         host_nbytes: peak of the process's host memory, above that before the model.
+        locked_nbytes: page-locked host memory.
     """
 
     numel: int
@@ -73,6 +74,7 @@ class Trained:
     losses: list[float]
     peak_nbytes: int
     host_nbytes: int
+    locked_nbytes: int
 
 
 def numel(shape: Shape) -> int:
@@ -106,16 +108,18 @@ def config(model: Model) -> dict[str, Any]:
     }
 
 
-def train(chosen: Model, deadline: float) -> Iterator[Trained]:
+def train(chosen: Model, deadline: float, passed: Callable[[str], None]) -> Iterator[Trained]:
     """Trains a model that is built shard by shard for a few steps, then with two and four times its batch.
 
     A larger batch reads the weights of the host as often, so that the copies and the update cost less per token. The
-    series ends when the device's memory does.
+    series ends when the memory of the device or of the host does.
 
     Args:
         deadline: value of time.monotonic after which no further step begins.
+        passed: gets the name of each part of the start as it ends.
     """
     import zeroaccel
+    from zeroaccel.offload import free_nbytes, locked_nbytes
 
     shape, before = chosen.shape, _host_peak()
     total = torch.cuda.get_device_properties(0).total_memory
@@ -124,16 +128,20 @@ def train(chosen: Model, deadline: float) -> Iterator[Trained]:
     # The device draws random numbers faster.
     with zeroaccel.zero.Init(config_dict_or_path=config(chosen)), torch.device("cuda"):
         model = Decoder(shape)
+    passed("weights drawn")
     engine, *_ = zeroaccel.initialize(model, config=config(chosen))
+    passed("initialize")
     seconds = 0.0
     for batch in (shape.batch, 2 * shape.batch, 4 * shape.batch):
-        if time.monotonic() + 4 * seconds > deadline and seconds:  # two steps, each up to twice as long
+        inputs_nbytes = 2 * shape.layers * shape.hidden * batch * shape.sequence  # of blocks, half of them new
+        is_late = time.monotonic() + 4 * seconds > deadline  # two steps, each up to twice as long
+        if seconds and (is_late or inputs_nbytes / 2 > 0.8 * free_nbytes()):
             return
         times: list[float] = []
         losses: list[float] = []
         tokens = torch.randint(shape.vocabulary, (batch, shape.sequence + 1), device="cuda")
         try:
-            while len(times) < 2 or (len(times) < 5 and time.monotonic() + times[-1] < deadline):
+            while len(times) < 2 or (len(times) < 5 and time.monotonic() + 1.5 * times[-1] < deadline):
                 torch.cuda.synchronize()
                 begun = time.perf_counter()
                 loss = engine(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
@@ -142,13 +150,15 @@ def train(chosen: Model, deadline: float) -> Iterator[Trained]:
                 torch.cuda.synchronize()
                 times.append(time.perf_counter() - begun)
                 losses.append(loss.item())
+                if not seconds and len(times) == 1:
+                    passed("first step")
         except torch.OutOfMemoryError:
             if not seconds:
                 raise
             return
         seconds = sorted(times[1:])[len(times[1:]) // 2]
         teraflops = 6e-12 * numel(shape) * batch * shape.sequence / seconds
-        peaks = torch.cuda.max_memory_allocated(), _host_peak() - before
+        peaks = torch.cuda.max_memory_allocated(), _host_peak() - before, locked_nbytes()
         yield Trained(numel(shape), batch, teraflops, seconds, losses, *peaks)
 
 

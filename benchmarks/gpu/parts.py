@@ -522,24 +522,34 @@ def largest(run: Run) -> None:
 
 def train_largest(run: Run, names: Sequence[str]) -> None:
     """Trains the first of these models that the host's memory holds and the engine accepts."""
+    from host_memory import grown_nbytes
     from largest_model import MODELS, host_nbytes, train
 
     from zeroaccel.errors import ConfigError
-    from zeroaccel.offload.page_locked import free_nbytes
 
     deadline = time.monotonic() + 0.9 * run.seconds
+    free = grown_nbytes(int(max(host_nbytes(MODELS[name]) for name in names) / 0.95))
     for name in names:
-        free, needed = free_nbytes(), host_nbytes(MODELS[name])
+        needed = host_nbytes(MODELS[name])
         if needed > 0.95 * free:
             run.skip(name, f"{needed / 1e9:.0f} GB of host memory, {free / 1e9:.0f} free")
             continue
+        begun = time.perf_counter()
+
+        def passed(phase: str, name: str = name) -> None:
+            nonlocal begun
+            now = time.perf_counter()
+            run.add(f"{name}, {phase}", now - begun, "s")
+            begun = now
+
         try:
-            for found in train(MODELS[name], deadline):
+            for found in train(MODELS[name], deadline, passed):
                 wanted = needed / found.numel
                 note = (
                     f"{found.numel / 1e9:.1f}e9 parameters, step {found.seconds:.2f} s, loss {found.losses[0]:.3f} to"
                     f" {found.losses[-1]:.3f}, peak {found.peak_nbytes / 1e9:.1f} GB of 32, host"
-                    f" {found.host_nbytes / found.numel:.2f} bytes per parameter ({wanted:.2f} expected)"
+                    f" {found.host_nbytes / found.numel:.2f} bytes per parameter ({wanted:.2f} expected),"
+                    f" {found.locked_nbytes / 1e9:.1f} GB page-locked"
                 )
                 run.add(f"{name}, batch {found.batch}", found.teraflops, "TFLOPS by 6 N T", note=note)
         except ConfigError as error:

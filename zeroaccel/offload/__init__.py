@@ -6,6 +6,6 @@ optimizers. `tier.py` defines a tier, `nvme.py` is the one in a file, over `file
 `activation_store.py` stores the inputs of recomputed functions.
 """
 
-from zeroaccel.offload.page_locked import copying_stream, free_nbytes, unlock_dropped
+from zeroaccel.offload.page_locked import copying_stream, free_nbytes, locked_nbytes, unlock_dropped
 
-__all__ = ["copying_stream", "free_nbytes", "unlock_dropped"]
+__all__ = ["copying_stream", "free_nbytes", "locked_nbytes", "unlock_dropped"]

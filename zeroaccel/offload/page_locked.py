@@ -230,6 +230,11 @@ def lock_limit() -> str:
     return "unlimited" if soft == resource.RLIM_INFINITY else f"{soft // 1024} KiB"
 
 
+def locked_nbytes() -> int:
+    """Returns the bytes of host memory that this process has page-locked for offload."""
+    return _Pages.locked_nbytes
+
+
 def _warn(nbytes: int, reason: str) -> None:
     """Warns once, on any rank: other ranks may have had enough memory."""
     if "pageable" not in _said:

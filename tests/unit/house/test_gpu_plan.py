@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -88,9 +89,9 @@ def device(program: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     here.mkdir(parents=True)
     (here / "__main__.py").write_text(_STAGE)
     campaign = importlib.import_module("campaign")
-    stages = {"facts": 30.0, "host_update": 5.0, "contenders": 30.0}
+    stages = {"facts": 5.0, "host_update": 5.0, "contenders": 30.0}
     short = campaign.Call(0.0, {"more_kernels": 30.0})
-    monkeypatch.setattr(campaign, "CALLS", {1: campaign.Call(100.0, stages), 2: short})
+    monkeypatch.setattr(campaign, "CALLS", {1: campaign.Call(40.0, stages), 2: short})
     monkeypatch.setattr(program, "HERE", here)
     monkeypatch.setattr(program, "_no_gpu", lambda: None)
     monkeypatch.setattr(program, "_card", lambda: "a card")
@@ -114,7 +115,8 @@ def test_a_cut_loses_one_stage_and_a_later_call_repeats_only_that(gpu: Callable[
     for name in ("facts", "host_update", "contenders"):
         assert f"## {name}\n" in text
         assert f"| speed of {name} | 7 GB/s | 6 GB/s |  |" in text
-    assert text.count("failed: more than 5 s") == 1
+    [limit] = re.findall(r"failed: more than (\d+) s", text)
+    assert 5 < int(limit) <= 10, "its limit, and what the first stage has saved"
 
     (folder / "host_update hangs").unlink()
     assert gpu("--call", 1, "--out", folder) == 0
@@ -170,7 +172,7 @@ def test_too_little_host_memory_is_named_before_weights_are_drawn(
     program: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts, largest_model = importlib.import_module("parts"), importlib.import_module("largest_model")
-    monkeypatch.setattr("zeroaccel.offload.page_locked.free_nbytes", lambda: 3 * 10**9)
+    monkeypatch.setattr(importlib.import_module("host_memory"), "grown_nbytes", lambda nbytes: 3 * 10**9)
     monkeypatch.setattr(largest_model, "train", lambda *_: pytest.fail("the model is built"))
     figures: list[Any] = []
     parts.train_largest(parts.Run("large", 10.0, figures.append, {}), tuple(largest_model.MODELS))
@@ -210,7 +212,9 @@ def test_longer_batches_run_until_the_memory_of_the_device_ends(
         step = backward
 
     monkeypatch.setattr("zeroaccel.initialize", lambda *_, **__: (Engine(),))
-    monkeypatch.setattr("zeroaccel.offload.page_locked.free_nbytes", lambda: 10**12)
+    free = [10**12]
+    monkeypatch.setattr(importlib.import_module("host_memory"), "grown_nbytes", lambda nbytes: free[0])
+    monkeypatch.setattr("zeroaccel.offload.free_nbytes", lambda: free[0])
     monkeypatch.setattr(torch, "randint", lambda *size, device: randint(*size))
     for name in ("get_device_properties", "set_per_process_memory_fraction", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: SimpleNamespace(total_memory=64 * 10**9))
@@ -221,6 +225,47 @@ def test_longer_batches_run_until_the_memory_of_the_device_ends(
     for seconds in (10.0, -1.0):  # in time, and after the deadline
         parts.train_largest(parts.Run("large", seconds, figures.append, {}), tuple(largest_model.MODELS))
     name = "13B, residual masters, int8 moments"
-    assert [figure.name for figure in figures] == [f"{name}, batch 8", f"{name}, batch 16", f"{name}, batch 8"]
-    assert "e9 parameters, step 0.00 s, loss 16.000 to 16.000, peak 6.0 GB of 32, host" in figures[1].note
-    assert figures[1].note.endswith("(8.19 expected)")
+    start = [f"{name}, {phase}" for phase in ("weights drawn", "initialize", "first step")]
+    assert [figure.name for figure in figures] == [
+        *start,
+        f"{name}, batch 8",
+        f"{name}, batch 16",
+        *start,
+        f"{name}, batch 8",
+    ]
+    assert "e9 parameters, step 0.00 s, loss 16.000 to 16.000, peak 6.0 GB of 32, host" in figures[4].note
+    assert figures[4].note.endswith("(8.19 expected), 0.0 GB page-locked")
+    # Of a batch of 16, block inputs take 2.6 GB more than of 8.
+    figures.clear()
+    monkeypatch.setattr("zeroaccel.offload.free_nbytes", lambda: 3 * 10**9)
+    parts.train_largest(parts.Run("large", 10.0, figures.append, {}), tuple(largest_model.MODELS))
+    assert [figure.name for figure in figures] == [*start, f"{name}, batch 8"]
+
+
+@pytest.mark.parametrize(("wanted", "reached"), [(30, 30), (10, 10), (90, 60)])
+def test_memory_that_arrives_on_demand_counts(
+    wanted: int, reached: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine of 60 MB that shows 10 of them at the start, and more as they are used."""
+    module, total, ones, used = load_script("benchmarks/gpu/host_memory.py"), 10, torch.ones, 0
+
+    def free_nbytes() -> int:
+        nonlocal total
+        shown, total = total - used, min(60, total + 5) if total - used < 5 else total
+        return shown << 20
+
+    def taken(numel: int, **options: Any) -> torch.Tensor:
+        nonlocal used
+        used += numel >> 20
+        assert used < total, "the system would have killed the process"
+        return ones(numel, **options)
+
+    monkeypatch.setattr(torch, "ones", taken)
+    for name, value in {"free_nbytes": free_nbytes, "_STEP_NBYTES": 4 << 20, "_SPARE_NBYTES": 1 << 20}.items():
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(module, "_PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(Path, "write_text", lambda *_: 0)  # this process should not be the first to be killed
+    module._grow(wanted << 20)
+    printed = [int(line) >> 20 for line in capsys.readouterr().out.split()]
+    assert reached <= printed[-1] <= reached + 5
+    assert printed == sorted(printed)
