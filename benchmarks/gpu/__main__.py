@@ -103,7 +103,7 @@ class _Campaign:
                 self.failed = True
                 self._note(name, [], f"failed: no time was left in call {number}")
             else:
-                # What earlier stages have saved is this one's: a limit is a plan, and cuts what has not ended.
+                # This stage may use the time that earlier ones have saved: a limit cuts it in the middle.
                 self.run(name, min(max(seconds, left - later), left))
 
     def run(self, name: str, seconds: float) -> None:

@@ -296,7 +296,7 @@ def broadcast_buffers(model: nn.Module, collectives: Collectives) -> None:
 
 
 def note_cast(param: nn.Parameter, dtype: torch.dtype, device: torch.device) -> None:
-    """Records as what the program made this parameter, before it is cast and moved ahead of the engine."""
+    """Records the dtype and device with which the program made this parameter, before both change."""
     vars(param).setdefault(_BUILT_AS, (dtype, device))
 
 
