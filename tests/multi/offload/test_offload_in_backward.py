@@ -336,6 +336,32 @@ def test_the_budget_limits_the_spare_memory(ranks: Ranks, tmp_path: Path) -> Non
         assert budget == "auto" or all(each < 1.0 for each in shares)
 
 
+def _spared(settings: dict[str, Any], nbytes_of_element: int) -> float:
+    """Returns the share of the buffers with spare memory, if this much memory is free for each element."""
+    found: list[float] = []
+    free, choose = placement.free_nbytes, placement.TierSet._choose_spares
+    numel = sum(param.numel() for param in Toy().parameters())
+
+    def choose_and_note(tiers: placement.TierSet, needs: Any) -> None:
+        choose(tiers, needs)
+        found.append(len(tiers.spares) / len(tiers._spare_plan.sizes))
+
+    placement.free_nbytes, placement.TierSet._choose_spares = lambda: numel * nbytes_of_element, choose_and_note
+    try:
+        zeroaccel.initialize(Toy(), config=settings)[0].destroy()
+    finally:
+        placement.free_nbytes, placement.TierSet._choose_spares = free, choose
+    return found[0]
+
+
+def test_spare_memory_leaves_room_for_gradients_and_weights(ranks: Ranks, tmp_path: Path) -> None:
+    settings = _settings(tmp_path, "backward", 3, spare_budget="auto", **BF16)
+    settings["zero_optimization"]["offload_param"] = {"device": "cpu"}
+    # Masters and moments 12, their spares with new weights 14, gradients 2, weights 2; alignment adds to these.
+    assert ranks(1).run(_spared, settings, 32)[0] == 1.0
+    assert ranks(1).run(_spared, settings, 28)[0] < 1.0
+
+
 def test_a_budget_beyond_the_free_memory_is_refused_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
     settings = _settings(tmp_path, "backward", 2, spare_budget=10**15)
     for said in ranks(2).run(_refused_with_little_memory, settings):

@@ -284,7 +284,7 @@ class TierSet:
             if rules.optimizer == "nvme" or rules.splits_masters:
                 self._plan_states(apart, optimizer, formats)
             if rules.optimizer == "host" and rules.optimizer_section.update_during == "backward":
-                self._spare_plan = _spare_plan(apart, formats)
+                self._spare_plan = _spare_plan(apart, formats, copies=2 if rules.param == "host" else 1)
         if rules.param != "device":
             self._plan_shards([plan for plan in plans if not plan.persistent])
 
@@ -546,20 +546,21 @@ class _SparePlan:
 
     Attributes:
         sizes: key of a buffer -> bytes of its spare masters, states and new weights, in the order of the gradients.
-        own_nbytes: bytes of the masters and states themselves.
+        own_nbytes: bytes of the masters, states, gradients and weights in host memory themselves.
     """
 
     sizes: Mapping[str, int]
     own_nbytes: int
 
 
-def _spare_plan(plans: Sequence[BufferPlan], formats_of: _FormatsOf) -> _SparePlan:
+def _spare_plan(plans: Sequence[BufferPlan], formats_of: _FormatsOf, *, copies: int) -> _SparePlan:
+    """Plans spare memory; in host memory are 1 or 2 `copies` of a shard: its gradients, and its weights."""
     sizes, own_nbytes = {}, 0
     for plan in reversed(plans):
         numel = plan.layout.largest_shard_numel
         formats = [formats_of(group, (_TRIED_NUMEL,)) for group in set(plan.param_groups)]
         of_states = max(sum(state.nbytes(numel) for state in states.values()) for states in formats)
-        own_nbytes += fp32_nbytes(numel) + of_states
+        own_nbytes += fp32_nbytes(numel) + of_states + copies * numel * plan.dtype.itemsize
         weights = numel * plan.dtype.itemsize if plan.dtype is not torch.float32 else 0
         sizes[plan.key] = fp32_nbytes(numel) + of_states + weights
     return _SparePlan(sizes, own_nbytes)
