@@ -56,17 +56,16 @@ def open_cupy() -> Any:
     if find_spec("cupy") is None:
         raise KernelError("CuPy is not installed", _install())
     _check_cache(_cache_folder())
-    replace = f"pip uninstall {' '.join(installed_cupy())}, then {_install()}"
     try:
         cupy = importlib.import_module("cupy")
     except Exception as error:
-        raise KernelError(f"CuPy cannot be imported: {_last_line(error)}", replace) from error
+        raise KernelError(f"CuPy cannot be imported: {_last_line(error)}", _replace()) from error
     if int(cupy.__version__.partition(".")[0]) < _LEAST_VERSION:
         raise KernelError(f"CuPy {cupy.__version__} is older than {_LEAST_VERSION}", _install())
     built = cupy.cuda.runtime.runtimeGetVersion() // 1000
     if built != int(_cuda_major()):
         reason = f"CuPy {cupy.__version__} is built for CUDA {built}, torch for CUDA {torch.version.cuda}"
-        raise KernelError(reason, replace)
+        raise KernelError(reason, _replace())
     return cupy
 
 
@@ -74,6 +73,10 @@ def installed_cupy() -> list[str]:
     """Returns the names of installed packages that contain CuPy, without importing it."""
     names = {distribution.metadata["Name"] or "" for distribution in distributions()}
     return sorted(name for name in names if name == "cupy" or name.startswith("cupy-"))
+
+
+def _replace() -> str:
+    return f"pip uninstall {' '.join(installed_cupy()) or 'cupy'}, then {_install()}"
 
 
 def _install() -> str:
@@ -236,4 +239,4 @@ def _fix_of(error: Exception) -> str:
         return f"CuPy finds no compiler: pip install 'cupy-cuda{_cuda_major()}x[ctk]'"
     if any(word in text for word in ("InsufficientDriver", "UNSUPPORTED_PTX", "NO_BINARY", "SYSTEM_DRIVER")):
         return f"the driver is too old for CUDA {torch.version.cuda}: update it"
-    return ""
+    return f"install another release of CuPy, {_install()} --upgrade, and report the text if it remains"
