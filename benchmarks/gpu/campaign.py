@@ -174,8 +174,13 @@ _CORES = {**_HOST, "ratio": 1.0}
 _UPDATES: Mapping[str, dict[str, Any]] = {
     "stage 2, on the device": plan(2),
     "optimizer on host": plan(2, offload_optimizer=_CORES),
-    "optimizer on host, shared with the device": plan(2, offload_optimizer=_HOST),
-    "optimizer on host, during the next step": plan(2, offload_optimizer={**_CORES, "update_during": "next_step"}),
+    "optimizer on host, in step()": plan(2, offload_optimizer={**_CORES, "update_during": "step"}),
+    # Early updates are of use in steps that do not clip.
+    "optimizer on host, in the backward": {
+        **plan(2, offload_optimizer={**_CORES, "update_during": "backward"}),
+        "gradient_clipping": 1e6,
+    },
+    "half of the optimizer on host": plan(2, offload_optimizer={**_HOST, "ratio": 0.5}),
 }
 
 

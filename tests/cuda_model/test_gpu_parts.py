@@ -24,7 +24,7 @@ _FIGURES = {
     "memory": "peak, stage 3, both on host",
     "overlap": "copies, stage 3, both on host",
     "host_update": f"residuals of masters, {len(os.sched_getaffinity(0))} threads",
-    "host_training": "update, optimizer on host, during the next step",
+    "host_training": "update, half of the optimizer on host",
     "seven_billion": "7B, float32 states, batch 4",
     "contenders": "FSDP2, compiled, median of the turns",
     "largest_int8": "13B, residual masters, int8 moments, batch 4",

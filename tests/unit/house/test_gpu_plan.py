@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import re
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from tests.cuda_model import guard_library
 from tests.cuda_model.network_size import Size
 from tests.support.environment import ROOT
 from tests.support.scripts import load_script
+from zeroaccel.config import load_config
 
 
 @pytest.fixture
@@ -139,6 +141,11 @@ def test_changed_code_is_measured_again(gpu: Callable[..., int], tmp_path: Path)
         (package / "module.py").write_text(code)
         assert gpu("--call", 1, "--out", tmp_path) == 0
         assert len((tmp_path / "started").read_text().split()) == count
+
+
+def test_no_two_rows_of_updates_are_the_same(program: ModuleType) -> None:
+    configs = [load_config(config) for config in importlib.import_module("campaign")._UPDATES.values()]
+    assert all(one != other for one, other in itertools.combinations(configs, 2))
 
 
 def test_limits_fit_the_calls(program: ModuleType) -> None:
