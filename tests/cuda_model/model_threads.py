@@ -244,7 +244,9 @@ class _Result(Future[Any]):
         self._turns, self._end = turns, _Ordered(turns)
 
     def run(self, function: Callable[[], Any]) -> None:
-        """Runs the call in the thread."""
+        """Runs the call in the thread, unless it was cancelled before."""
+        if not self.set_running_or_notify_cancel():
+            return
         try:
             result = function()
         except BaseException as error:

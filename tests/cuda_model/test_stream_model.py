@@ -407,3 +407,13 @@ def test_an_error_of_a_thread_is_the_callers(turns: model_threads.Turns) -> None
 
     with pytest.raises(ValueError, match="no space"):
         executor(1, "worker").submit(fail).result()
+
+
+def test_a_call_that_is_cancelled_before_its_turn_does_not_run(turns: model_threads.Turns) -> None:
+    _, _, executor = model_threads.thread_classes(turns)
+    calls: list[str] = []
+    pool = executor(1, "worker")
+    cancelled, later = pool.submit(calls.append, "cancelled"), pool.submit(calls.append, "later")
+    assert cancelled.cancel()
+    later.result()
+    assert calls == ["later"]

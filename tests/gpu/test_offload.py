@@ -32,6 +32,7 @@ def test_a_pinned_slab_is_pinned_and_of_the_exact_size() -> None:
     assert torch.equal(device.cpu(), slab)
     address = slab.data_ptr()
     del slab
+    page_locked.unlock_dropped(wait=True)  # an event that was recorded now may not be complete yet
     assert torch.cuda.cudart().cudaHostUnregister(address) != 0, "the slab was still locked"
     with contextlib.suppress(RuntimeError):  # this call reports the error of the previous one
         torch.ones(1, device="cuda")
