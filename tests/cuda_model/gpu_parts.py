@@ -31,8 +31,8 @@ _SIZE = Size(layers=2, tokens=32)
 
 
 def run_part(name: str, report: Callable[[Any], object] = lambda figure: None) -> dict[str, Any]:
-    """Returns the figures of a part, by name; the findings of the model; the error that it raised, if any; and how many
-    tensors the host filled with random numbers.
+    """Returns the figures of a part, by name; the findings of the model; the error that it raised, if any; how many tensors
+    the host filled with random numbers; and how many copies from the device it cast.
 
     Args:
         report: gets each figure at once.
@@ -49,6 +49,7 @@ def run_part(name: str, report: Callable[[Any], object] = lambda figure: None) -
     figures: dict[str, float | None] = {}
     error, model, replacements = "", StreamModel(), Replacements()
     draws: Counter[str] = Counter()
+    casts: Counter[str] = Counter()
 
     def add(figure: Any) -> None:
         figures[figure.name] = figure.value
@@ -57,13 +58,18 @@ def run_part(name: str, report: Callable[[Any], object] = lambda figure: None) -
     run = parts.Run("small", 60.0, add, {})
     try:
         with modelled_rank(2 if name in ("ranks", "two_ranks_more") else 1, model) as modelled:
-            on_host = modelled.cuda.on_host
+            on_host, copy_across = modelled.cuda.on_host, modelled.cuda.copy_across
 
             def noted(what: str, *tensors: Any) -> None:
                 draws[what] += what in ("normal_", "uniform_")
                 on_host(what, *tensors)
 
+            def copied(target: Any, source: Any, *, non_blocking: bool) -> None:
+                casts.update(["cast"] * (target.device.type == "cpu" and target.dtype is not source.dtype))
+                copy_across(target, source, non_blocking=non_blocking)
+
             replacements.set(modelled.cuda, "on_host", noted)
+            replacements.set(modelled.cuda, "copy_across", copied)
             replacements.set(plans, "SIZES", {"small": _SIZE})
             for module in (parts, campaign, sys.modules["workloads"]):
                 replacements.set(module, "SIZES", {"small": _SIZE})
@@ -100,7 +106,8 @@ def run_part(name: str, report: Callable[[Any], object] = lambda figure: None) -
         replacements.undo()
         sys.modules.pop("cupy", None)
         del sys.path[:2]
-    return {"figures": figures, "findings": dict(model.findings), "error": error, "host_draws": draws.total()}
+    counts = {"host_draws": draws.total(), "host_casts": casts.total()}
+    return {"figures": figures, "findings": dict(model.findings), "error": error, **counts}
 
 
 def _once(call: Any, count: int = 5) -> float:

@@ -201,6 +201,28 @@ def test_mistakes_are_named(gpu: Callable[..., int], tmp_path: Path, capsys: pyt
     assert "file: expected a folder that can be written (File exists)" in capsys.readouterr().err
 
 
+def test_a_contender_that_fails_leaves_the_others(program: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    campaign, contenders = importlib.import_module("campaign"), importlib.import_module("contenders_on_gpu")
+    parts = importlib.import_module("parts")
+
+    def torch_step(size: Size, *, compiles: bool) -> Callable[[], None]:
+        if compiles:
+            raise RuntimeError("Failed to find C compiler\nof a long text")
+        return lambda: None
+
+    monkeypatch.setattr(contenders, "torch_step", torch_step)
+    monkeypatch.setattr(contenders, "fsdp2_step", lambda size, *, compiles: lambda: None)
+    monkeypatch.setattr(campaign, "_own", lambda *_: (lambda: None, lambda: None))
+    monkeypatch.setattr(campaign, "milliseconds", lambda step, count: 2.0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    figures: list[Any] = []
+    campaign.contenders(parts.Run("small", 10.0, figures.append, {}))
+    notes = {figure.name: figure.note for figure in figures}
+    assert notes["plain torch, bf16 states, compiled"] == "skipped: RuntimeError: Failed to find C compiler"
+    assert notes["FSDP2, compiled, median of the turns"] == "zeroaccel, stage 2: 1.00x"
+    assert notes["plain torch, bf16 states, eager, median of the turns"] == "zeroaccel, stage 2: 1.00x"
+
+
 def test_longer_batches_run_until_the_memory_of_the_device_ends(
     program: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

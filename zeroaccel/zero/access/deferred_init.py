@@ -147,7 +147,8 @@ class ModuleShards:
             for name, param in named:
                 note_cast(param, param.dtype, param.device)
                 dtype = self.destination.dtype_of(self._name(module, name), param)
-                param.data = param.data.to(self.destination.device, dtype)
+                # One after the other: torch casts a copy from a device to the host on the host, in new memory.
+                param.data = param.data.to(dtype).to(self.destination.device)
             return
         if _OVERWRITTEN:
             self._divide(module, named)
