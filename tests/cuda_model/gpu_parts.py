@@ -31,8 +31,8 @@ _SIZE = Size(layers=2, tokens=32)
 
 
 def run_part(name: str, report: Callable[[Any], object] = lambda figure: None) -> dict[str, Any]:
-    """Returns the figures of a part, by name; the findings of the model; the error that it raised, if any; how many tensors
-    the host filled with random numbers; and how many copies from the device it cast.
+    """Returns the figures of a part, by name; the findings of the model; the error that it raised, if any; how many
+    tensors the host filled with random numbers; and how many copies from the device it cast.
 
     Args:
         report: gets each figure at once.

@@ -235,7 +235,7 @@ def _replace_host_work(cuda: FakeCuda, turns: model_threads.Turns, replacements:
     replacements.everywhere(dispatch.launch, launch)
     replacements.everywhere(host_buffers.aligned_bytes, aligned_bytes)
     replacements.set(placement, "empty_on_host", states)
-    replacements.set(deferred_init, "_is_plain", lambda param: type(param) in (nn.Parameter, FakeTensor))
+    replacements.set(deferred_init, "_PLAIN", [nn.Parameter, FakeTensor])
     replacements.set(HostArena, "empty", empty)  # its tensors report their end through arrays, which fake tensors lack
     replacements.everywhere(BlockFile, lambda *arguments: _ModelFile(cuda, executor, *arguments))
 

@@ -62,8 +62,7 @@ def open_cupy() -> Any:
         raise KernelError(f"CuPy cannot be imported: {_last_line(error)}", _replace()) from error
     if int(cupy.__version__.partition(".")[0]) < _LEAST_VERSION:
         raise KernelError(f"CuPy {cupy.__version__} is older than {_LEAST_VERSION}", _install())
-    built = cupy.cuda.runtime.runtimeGetVersion() // 1000
-    if built != int(_cuda_major()):
+    if (built := cupy.cuda.runtime.runtimeGetVersion() // 1000) != int(_cuda_major()):
         reason = f"CuPy {cupy.__version__} is built for CUDA {built}, torch for CUDA {torch.version.cuda}"
         raise KernelError(reason, _replace())
     return cupy

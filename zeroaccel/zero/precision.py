@@ -261,7 +261,7 @@ class BufferDtypes:
         for name, param in model.named_parameters(remove_duplicate=False):
             if param.is_floating_point() and plain(name) not in self.fp32_names and scales_of(param) is None:
                 prefix = name.rpartition(".")[0]
-                results[prefix] = results.get(prefix, True) and dtype_before(param) is not self.precision
+                results[prefix] = results.get(prefix, True) and made_as(param)[0] is not self.precision
         follows = dict(results)
         # A module without parameters, such as one that only holds a table, takes the result of the modules below it.
         for prefix, is_cast in results.items():
@@ -305,13 +305,8 @@ def forget_cast(param: nn.Parameter) -> None:
     vars(param).pop(_BUILT_AS, None)
 
 
-def dtype_before(param: nn.Parameter) -> torch.dtype:
-    """Returns the dtype in which the program made a parameter, before any cast while it was built or loaded."""
-    return made_as(param)[0]
-
-
 def made_as(param: nn.Parameter) -> tuple[torch.dtype, torch.device]:
-    """Returns dtype and device with which the program made a parameter; see `note_cast`."""
+    """Returns the dtype and device of a parameter before it was cast and moved, while it was built or loaded."""
     made: tuple[torch.dtype, torch.device] = vars(param).get(_BUILT_AS, (param.dtype, param.device))
     return made
 

@@ -17,8 +17,8 @@ from zeroaccel.zero.precision import (
     LossScale,
     StaticLossScale,
     cast_buffers,
-    dtype_before,
     kept_in_fp32,
+    made_as,
     note_cast,
 )
 
@@ -175,9 +175,9 @@ def test_a_parameter_that_was_cast_while_it_was_built_counts_as_cast() -> None:
     model[1].running_mean = model[1].running_mean.float()
     assert _dtypes(model)["1.running_mean"] == "float32"
     for param in model[1].parameters():
-        note_cast(param, torch.float32)
-        note_cast(param, torch.bfloat16)  # the first note counts
-        assert dtype_before(param) is torch.float32
+        note_cast(param, torch.float32, param.device)
+        note_cast(param, torch.bfloat16, param.device)  # the first note counts
+        assert made_as(param)[0] is torch.float32
     assert _dtypes(model)["1.running_mean"] == "bfloat16"
 
 

@@ -375,16 +375,12 @@ def _to_shard(module: nn.Module, *, meta: bool = False) -> list[tuple[str, nn.Pa
         # A tensor subclass cannot be split at an arbitrary element, except one that stores codes.
         if param is None or handle_of(param) is not None:
             continue
-        if scales_of(param) is None and not _is_plain(param):
+        if scales_of(param) is None and type(param) not in _PLAIN:
             continue
         for key, each in tensors_of(name, param):
             if each.is_meta == meta and handle_of(each) is None:
                 named.setdefault(id(each), (key, each))
     return list(named.values())
-
-
-def _is_plain(param: nn.Parameter) -> bool:
-    return type(param) is nn.Parameter
 
 
 def leave_meta(param: nn.Parameter, data: Tensor) -> None:
@@ -406,8 +402,8 @@ _ACTIVE: list[Init] = []
 _OVERWRITTEN: list[str] = []  # reasons why the values of constructors will not be used
 _UNWRITTEN: dict[int, Tensor] = {}  # storage -> a result of `torch.empty` that no function has used since
 _DRAWS = frozenset({"normal_", "uniform_", "kaiming_normal_", "kaiming_uniform_"})  # they replace all elements
+_PLAIN: list[type] = [nn.Parameter]
 _RAW_MEMORY = frozenset({"data_ptr", "storage", "untyped_storage"})
-_META = torch.device("meta")
 _PARENTS: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[nn.Module], str]] = weakref.WeakKeyDictionary()
 
 
@@ -644,7 +640,7 @@ def _draw(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     target = args[0] if args else kwargs.get("tensor")
     if isinstance(target, nn.Parameter) and kwargs.get("generator") is None:
         _, device = made_as(target)
-        if device not in (target.device, _META):
+        if device.type != "meta" and device != target.device:
             with torch.no_grad():
                 others = {name: value for name, value in kwargs.items() if name != "tensor"}
                 target.copy_(func(torch.empty_like(target, device=device), *args[1:], **others))
