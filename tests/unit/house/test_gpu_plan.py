@@ -278,10 +278,9 @@ def test_memory_that_arrives_on_demand_counts(
     """A machine of 60 MB that shows 10 of them at the start, and more as they are used."""
     module, total, ones, used = load_script("benchmarks/gpu/host_memory.py"), 10, torch.ones, 0
 
-    def free_nbytes() -> int:
+    def grow(seconds: float) -> None:
         nonlocal total
-        shown, total = total - used, min(60, total + 5) if total - used < 5 else total
-        return shown << 20
+        total = min(60, total + 5)
 
     def taken(numel: int, **options: Any) -> torch.Tensor:
         nonlocal used
@@ -290,7 +289,12 @@ def test_memory_that_arrives_on_demand_counts(
         return ones(numel, **options)
 
     monkeypatch.setattr(torch, "ones", taken)
-    for name, value in {"free_nbytes": free_nbytes, "_STEP_NBYTES": 4 << 20, "_SPARE_NBYTES": 1 << 20}.items():
+    monkeypatch.setattr(module, "time", SimpleNamespace(sleep=grow))
+    for name, value in {
+        "free_nbytes": lambda: (total - used) << 20,
+        "_STEP_NBYTES": 4 << 20,
+        "_SPARE_NBYTES": 1 << 20,
+    }.items():
         monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(module, "_PATIENCE_SECONDS", 0.3)
     monkeypatch.setattr(Path, "write_text", lambda *_: 0)  # this process should not be the first to be killed
