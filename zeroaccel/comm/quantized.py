@@ -33,7 +33,7 @@ from torch import Tensor
 
 from zeroaccel.config.comm_plan import INT4_BLOCK_NUMEL, INT8_BLOCK_NUMEL, code_nbytes
 from zeroaccel.ops import kernels
-from zeroaccel.ops.device_kernels import kernels_for
+from zeroaccel.ops.device_kernels import kernels_for, load_kernels
 from zeroaccel.ops.dispatch import LOOP_DEVICES, launch, unowned_array
 
 QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16)
@@ -227,18 +227,20 @@ def quantize_rows(
 
 
 def load_kernels_of_sums(codec: Codec, device: torch.device) -> None:
-    """Launches the kernels of `quantize_rows` and `sum_rows` once on a CUDA device, for each dtype.
+    """Loads the kernels of `quantize_rows` and `sum_rows` for each dtype; see `device_kernels.load_kernels`.
 
-    Loading a kernel may wait for the device. Reductions run beside gathers, whose order may differ on another rank, so
-    that two ranks that wait would wait for each other.
+    Reductions run beside gathers, whose order may differ on another rank, so that two ranks that wait for their devices
+    would wait for each other.
     """
-    if kernels_for(device) is None:
-        return
-    for dtype in QUANTIZABLE:
-        values = torch.zeros(1, codec.block_numel, dtype=dtype, device=device)
-        codes = torch.zeros(1, codec.nbytes(codec.block_numel), dtype=torch.uint8, device=device)
-        quantize_rows(values, codec, codes)
-        sum_rows(codes[None], codec, values, 0, torch.empty(values.shape, device=device))
+
+    def launch() -> None:
+        for dtype in QUANTIZABLE:
+            values = torch.zeros(1, codec.block_numel, dtype=dtype, device=device)
+            codes = torch.zeros(1, codec.nbytes(codec.block_numel), dtype=torch.uint8, device=device)
+            quantize_rows(values, codec, codes)
+            sum_rows(codes[None], codec, values, 0, torch.empty(values.shape, device=device))
+
+    load_kernels(device, launch)
 
 
 def dequantize_rows(codes: Tensor, codec: Codec, out: Tensor) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -344,13 +344,34 @@ def compile_kernels(device: torch.device) -> DeviceKernels:
     return DeviceKernels(KernelModule(cupy, source, device))
 
 
+def load_kernels(device: torch.device, launch: Callable[[], object]) -> None:
+    """Loads the kernels that `launch` launches, before training needs them; does nothing for a device without kernels.
+
+    Loading may wait for the device, which a backward must not do beside its collectives. If a kernel cannot be compiled
+    or loaded, the device does without any from here on, and the log has the reason.
+    """
+    if kernels_for(device) is None:
+        return
+    try:
+        launch()
+    except KernelError as error:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        with _lock:
+            _compiled[index] = None
+        _log_refusal(torch.device("cuda", index), error)
+
+
 def _compile(device: torch.device) -> DeviceKernels | None:
     try:
         return compile_kernels(device)
     except KernelError as error:
-        log_once(
-            logging.WARNING,
-            f"{device}: zeroaccel's kernels are not available; updates, norms and codes run as torch operations, with"
-            f" the same results but several times the memory traffic: {error}",
-        )
+        _log_refusal(device, error)
         return None
+
+
+def _log_refusal(device: torch.device, error: KernelError) -> None:
+    log_once(
+        logging.WARNING,
+        f"{device}: zeroaccel's kernels are not available; updates, norms and codes run as torch operations, with"
+        f" the same results but several times the memory traffic: {error}",
+    )

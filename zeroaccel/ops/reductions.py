@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from zeroaccel.ops import kernels
-from zeroaccel.ops.device_kernels import kernels_for
+from zeroaccel.ops.device_kernels import kernels_for, load_kernels
 from zeroaccel.ops.device_values import read_values
 from zeroaccel.ops.dispatch import array_of, launch
 from zeroaccel.ops.number_formats import Array
@@ -194,17 +194,17 @@ def square_sums_into(tensor: Tensor, largest: Tensor, sums: Tensor) -> None:
 
 
 def load_kernels_of_norms(dtypes: Iterable[torch.dtype], device: torch.device) -> None:
-    """Launches the kernels of `max_abs_into` and `square_sums_into` once on a CUDA device, for each dtype.
+    """Loads the kernels of `max_abs_into` and `square_sums_into` for each dtype; see `device_kernels.load_kernels`."""
 
-    Loading a kernel may wait for the device, which a backward must not do beside its collectives.
-    """
-    if kernels_for(device) is None:
-        return
-    largest, sums = torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(2, dtype=torch.int64, device=device)
-    for dtype in dtypes:
-        value = torch.zeros(1, dtype=dtype, device=device)
-        max_abs_into(value, largest)
-        square_sums_into(value, largest, sums)
+    def launch() -> None:
+        largest = torch.zeros(1, dtype=torch.int32, device=device)
+        sums = torch.zeros(2, dtype=torch.int64, device=device)
+        for dtype in dtypes:
+            value = torch.zeros(1, dtype=dtype, device=device)
+            max_abs_into(value, largest)
+            square_sums_into(value, largest, sums)
+
+    load_kernels(device, launch)
 
 
 def _norm_scale(largest: Tensor) -> Tensor:
