@@ -309,7 +309,7 @@ def _code_blocks(numel: int, code_format: tuple[int, int]) -> int:
 
 # -- compiling
 
-_compiled: dict[int, DeviceKernels | None] = {}
+_compiled: dict[torch.device, DeviceKernels | None] = {}
 _lock = threading.Lock()
 
 
@@ -320,11 +320,27 @@ def kernels_for(device: torch.device) -> DeviceKernels | None:
     """
     if device.type != "cuda":
         return None
-    index = torch.cuda.current_device() if device.index is None else device.index
+    device = _indexed(device)
     with _lock:
-        if index not in _compiled:
-            _compiled[index] = _compile(torch.device("cuda", index))
-        return _compiled[index]
+        if device not in _compiled:
+            try:
+                _compiled[device] = compile_kernels(device)
+            except KernelError as error:
+                _refuse(device, error)
+        return _compiled[device]
+
+
+def _indexed(device: torch.device) -> torch.device:
+    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+
+
+def _refuse(device: torch.device, error: KernelError) -> None:
+    _compiled[device] = None
+    log_once(
+        logging.WARNING,
+        f"{device}: zeroaccel's kernels are not available; updates, norms and codes run as torch operations, with"
+        f" the same results but several times the memory traffic: {error}",
+    )
 
 
 def compile_kernels(device: torch.device) -> DeviceKernels:
@@ -355,23 +371,4 @@ def load_kernels(device: torch.device, launch: Callable[[], object]) -> None:
     try:
         launch()
     except KernelError as error:
-        index = torch.cuda.current_device() if device.index is None else device.index
-        with _lock:
-            _compiled[index] = None
-        _log_refusal(torch.device("cuda", index), error)
-
-
-def _compile(device: torch.device) -> DeviceKernels | None:
-    try:
-        return compile_kernels(device)
-    except KernelError as error:
-        _log_refusal(device, error)
-        return None
-
-
-def _log_refusal(device: torch.device, error: KernelError) -> None:
-    log_once(
-        logging.WARNING,
-        f"{device}: zeroaccel's kernels are not available; updates, norms and codes run as torch operations, with"
-        f" the same results but several times the memory traffic: {error}",
-    )
+        _refuse(_indexed(device), error)

@@ -166,28 +166,24 @@ class ShardedOptimizer:
         self.optimizer.undo_count([piece.param for buffer in self.buffers for piece in buffer.masters.pieces])
 
     def load_kernels(self, gradients: Sequence[tuple[GradientBuffer, set[torch.dtype]]]) -> None:
-        """Loads the kernels of the updates on a device, by updates of parameters that nobody uses.
+        """Loads the kernels of the updates on a device, by updates of parameters outside the model.
 
         Args:
             gradients: with the dtypes in which they may reach the optimizer.
         """
-        seen = set()
-        for gradient, dtypes in gradients:
-            masters = gradient.buffer.masters
-            out_dtype = None if masters.aliases_weights else gradient.buffer.dtype
-            for device, group in {(piece.param.device, piece.group): None for piece in masters.pieces}:
-                for dtype in sorted(dtypes, key=str):
-                    if (kind := (device, group, dtype, out_dtype)) not in seen:
-                        seen.add(kind)
-                        load_kernels(device, partial(self._update_nothing, *kind))
+        kinds = {
+            (piece.param.device, piece.group, dtype, gradient.buffer.dtype): None
+            for gradient, dtypes in gradients
+            for piece in gradient.buffer.masters.pieces
+            for dtype in sorted(dtypes, key=str)
+        }
+        for kind in kinds:
+            load_kernels(kind[0], partial(self._update_apart, *kind))
 
-    def _update_nothing(
-        self, device: torch.device, group: int, dtype: torch.dtype, out_dtype: torch.dtype | None
-    ) -> None:
+    def _update_apart(self, device: torch.device, group: int, dtype: torch.dtype, out_dtype: torch.dtype) -> None:
         optimizer, settings, kernels = self.optimizer, self.optimizer.param_groups[group], kernels_for(device)
         param = torch.zeros(2 * settings.get("heads", 1), 16, device=device)  # a matrix for each head
-        grad = torch.zeros(param.numel(), dtype=dtype, device=device)
-        out = None if out_dtype is None else torch.zeros_like(grad, dtype=out_dtype)
+        grad, out = [torch.zeros(param.numel(), dtype=each, device=device) for each in (dtype, out_dtype)]
         if isinstance(optimizer, ShardOptimizer):
             optimizer.step_shard(settings, param, grad, grad_scale=1.0, out=out)
         elif isinstance(optimizer, ManyStep) and kernels is not None:
