@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -27,6 +27,9 @@ from zeroaccel.errors import ConfigError
 
 from .machine import TRIED, Machine, folder_trouble, is_known_host, look, measure_disk, untried_versions, version
 from .verify import run_job
+
+if TYPE_CHECKING:
+    import torch
 
 Verdict = Literal["works", "falls back", "missing", "BROKEN"]
 
@@ -117,18 +120,37 @@ def _accelerators(machine: Machine) -> Iterator[Finding]:
 def _device_kernels() -> Finding:
     import torch
 
-    from zeroaccel.ops.cupy_kernels import KernelError, open_cupy
+    from zeroaccel.ops.cupy_kernels import KernelError, installed_cupy, open_cupy
     from zeroaccel.ops.device_kernels import compile_kernels
 
-    begun = time.perf_counter()
+    begun, device = time.perf_counter(), torch.device("cuda", 0)
     try:
-        compile_kernels(torch.device("cuda", 0))
+        compile_kernels(device)
+        found = _adam_on(device)
     except KernelError as error:
         detail = f"torch operations replace them, with several times the memory traffic: {error.reason}"
         return Finding("device kernels", "falls back", detail, error.fix)
-    return Finding(
-        "device kernels", "works", f"by CuPy {open_cupy().__version__}, in {time.perf_counter() - begun:.1f} s"
+    detail = (
+        f"by CuPy {open_cupy().__version__}, in {time.perf_counter() - begun:.1f} s; an AdamW step has the host's bits"
     )
+    if not torch.equal(found, _adam_on(torch.device("cpu"))):
+        detail, fix = "an AdamW step has other bits than on the host", f"pip uninstall {' '.join(installed_cupy())}"
+        return Finding("device kernels", "BROKEN", detail, f"{fix}; torch operations then replace the kernels")
+    return Finding("device kernels", "works", detail)
+
+
+def _adam_on(device: torch.device) -> torch.Tensor:
+    """Returns 4,096 parameters, in host memory, after two steps of AdamW on a device."""
+    import torch
+
+    from zeroaccel.ops.elementwise import Adam
+
+    param = torch.linspace(-1, 1, 4096).to(device)
+    optimizer = Adam([param], lr=0.1, weight_decay=0.1)
+    for scale in (1.0, -3.0):
+        param.grad = torch.linspace(2, -1, 4096).to(device) * scale
+        optimizer.step()
+    return param.cpu()
 
 
 def _device_settings(environ: Mapping[str, str]) -> Iterator[Finding]:

@@ -202,12 +202,12 @@ def _replace_host_work(cuda: FakeCuda, turns: model_threads.Turns, replacements:
         kernel: str, numel: int, bind: Any, *, reads: Sequence[Tensor], writes: Sequence[Tensor], divisible: bool = True
     ) -> list[Any]:
         cuda.on_host(kernel, reads, writes)
-        if kernel not in ("largest_pattern", "examine"):
+        if kernel != "examine":
             return [(1, 1)] if kernel == "square_sums" else [None]
         bits = torch.int32 if reads[0].itemsize == 4 else torch.int16
         with _disable_current_modes():
             one = int(torch.ones(1, dtype=reads[0].dtype).view(bits))
-        return [one if kernel == "largest_pattern" else (one, 1)]
+        return [(one, 1)]
 
     def aligned_bytes(nbytes: int, *, pinned: bool = False, file: int = -1) -> Tensor:
         made = torch.empty(nbytes, dtype=torch.uint8)

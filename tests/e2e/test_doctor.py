@@ -132,7 +132,16 @@ def test_a_row_names_the_kernels(has_device: bool, monkeypatch: pytest.MonkeyPat
         assert row.fix == "pip install 'zeroaccel[cuda13]'"
         monkeypatch.setattr(device_kernels, "compile_kernels", lambda device: None)
         monkeypatch.setattr(cupy_kernels, "open_cupy", FakeCupy)
-        assert doctor._device_kernels().detail.startswith(f"by CuPy {FakeCupy().__version__}, in 0.")
+        on_host = doctor._adam_on(torch.device("cpu"))
+        monkeypatch.setattr(doctor, "_adam_on", lambda device: on_host)
+        works = doctor._device_kernels()
+        assert works.detail.startswith(f"by CuPy {FakeCupy().__version__}, in 0.")
+        assert works.verdict == "works"
+        monkeypatch.setattr(doctor, "_adam_on", lambda device: on_host + (device.type == "cuda"))
+        broken = doctor._device_kernels()
+        assert broken.verdict == "BROKEN"
+        assert broken.detail == "an AdamW step has other bits than on the host"
+        assert broken.fix.startswith("pip uninstall cupy-cuda12x; ")
     else:
         assert row.detail.startswith("cupy-cuda12x is installed, but there is no device")
 

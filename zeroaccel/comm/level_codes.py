@@ -33,7 +33,7 @@ from torch import Tensor
 from zeroaccel.comm.quantized import INT8, Codec, CodeLayout, dequantize, dequantize_rows, pack, quantize
 from zeroaccel.ops import kernels
 from zeroaccel.ops.device_kernels import kernels_for
-from zeroaccel.ops.dispatch import LOOP_DEVICES, launch, unowned_array
+from zeroaccel.ops.dispatch import LOOP_DEVICES, array_of, launch
 
 _TILE_BLOCKS = 1 << 15  # blocks at a time off the CPU: bounds the float32 temporaries to 8 MiB each
 
@@ -128,7 +128,7 @@ def encode(values: Tensor, codec: AnyCodec, out: Tensor) -> None:
     bounds = np.array(codec.bounds, np.float32)
 
     def bind() -> Callable[[int, int], None]:
-        flat, sizes, indices = unowned_array(values), unowned_array(scales), unowned_array(codes)
+        flat, sizes, indices = array_of(values), array_of(scales), array_of(codes)
         return lambda start, stop: kernels.encode_levels(
             flat, sizes, indices, block, highest, bounds, -(-start // block), -(-stop // block)
         )
@@ -148,7 +148,7 @@ def decode(code: Tensor, codec: AnyCodec, out: Tensor) -> None:
     block, levels = codec.block_numel, _table(codec)
 
     def bind() -> Callable[[int, int], None]:
-        flat, sizes, indices = unowned_array(out), unowned_array(scales), unowned_array(codes)
+        flat, sizes, indices = array_of(out), array_of(scales), array_of(codes)
         return lambda start, stop: kernels.decode_levels(
             flat, sizes, indices, block, levels, -(-start // block), -(-stop // block)
         )

@@ -24,7 +24,7 @@ Codes and values have the same bits in host memory, on CUDA and from torch opera
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -33,16 +33,11 @@ from torch import Tensor
 
 from zeroaccel.config.comm_plan import INT4_BLOCK_NUMEL, INT8_BLOCK_NUMEL, code_nbytes
 from zeroaccel.ops import kernels
-from zeroaccel.ops.device_kernels import kernels_for
-from zeroaccel.ops.dispatch import LOOP_DEVICES, launch, unowned_array
+from zeroaccel.ops.device_kernels import kernels_for, load_kernels
+from zeroaccel.ops.dispatch import LOOP_DEVICES, array_of, launch
 
 QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that can be quantized."""
-
-_KERNELS: Mapping[tuple[str, int], Callable[..., None]] = {
-    **{("encode", 8): kernels.encode8, ("decode", 8): kernels.decode8, ("add", 8): kernels.add8},
-    **{("encode", 4): kernels.encode4, ("decode", 4): kernels.decode4, ("add", 4): kernels.add4},
-}
 
 _TILE_BLOCKS = 1 << 13  # blocks at a time off the CPU: bounds the float32 temporaries to 16 MiB each
 
@@ -227,18 +222,20 @@ def quantize_rows(
 
 
 def load_kernels_of_sums(codec: Codec, device: torch.device) -> None:
-    """Launches the kernels of `quantize_rows` and `sum_rows` once on a CUDA device, for each dtype.
+    """Loads the kernels of `quantize_rows` and `sum_rows` for each dtype; see `device_kernels.load_kernels`.
 
-    Loading a kernel may wait for the device. Reductions run beside gathers, whose order may differ on another rank, so
-    that two ranks that wait would wait for each other.
+    Reductions run beside gathers, whose order may differ on another rank, so that two ranks that wait for their devices
+    would wait for each other.
     """
-    if kernels_for(device) is None:
-        return
-    for dtype in QUANTIZABLE:
-        values = torch.zeros(1, codec.block_numel, dtype=dtype, device=device)
-        codes = torch.zeros(1, codec.nbytes(codec.block_numel), dtype=torch.uint8, device=device)
-        quantize_rows(values, codec, codes)
-        sum_rows(codes[None], codec, values, 0, torch.empty(values.shape, device=device))
+
+    def launch() -> None:
+        for dtype in QUANTIZABLE:
+            values = torch.zeros(1, codec.block_numel, dtype=dtype, device=device)
+            codes = torch.zeros(1, codec.nbytes(codec.block_numel), dtype=torch.uint8, device=device)
+            quantize_rows(values, codec, codes)
+            sum_rows(codes[None], codec, values, 0, torch.empty(values.shape, device=device))
+
+    load_kernels(device, launch)
 
 
 def dequantize_rows(codes: Tensor, codec: Codec, out: Tensor) -> None:
@@ -287,11 +284,20 @@ def _views(values: Tensor, codec: Codec, code: Tensor) -> tuple[Tensor, Tensor]:
 
 def _run(kind: Literal["encode", "decode", "add"], values: Tensor, scales: Tensor, codes: Tensor, codec: Codec) -> None:
     """Runs one of the compiled loops on several threads, which never divide a block."""
-    kernel, block, code = _KERNELS[kind, codec.bits], codec.block_numel, [scales, codes]
+    encode, decode = (kernels.encode8, kernels.decode8) if codec.bits == 8 else (kernels.encode4, kernels.decode4)
+    block, code, adds = codec.block_numel, [scales, codes], True if kind == "add" else None
 
     def bind() -> Callable[[int, int], None]:
-        flat, sizes, integers = unowned_array(values), unowned_array(scales), unowned_array(codes)
-        return lambda start, stop: kernel(flat, sizes, integers, block, -(-start // block), -(-stop // block))
+        flat, sizes, integers = [array_of(tensor) for tensor in (values, scales, codes)]
+
+        def work(start: int, stop: int) -> None:
+            first, last = -(-start // block), -(-stop // block)
+            if kind == "encode":
+                encode(flat, sizes, integers, block, first, last)
+            else:
+                decode(flat, sizes, integers, block, first, last, adds)
+
+        return work
 
     reads = [values] if kind == "encode" else code if kind == "decode" else [*code, values]
     launch(f"{kind}{codec.bits}", values.numel(), bind, reads=reads, writes=code if kind == "encode" else [values])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zeroaccel.ops.device_kernels import kernels_for
-from zeroaccel.ops.dispatch import launch, unowned_array
+from zeroaccel.ops.dispatch import array_of, launch
 from zeroaccel.ops.number_formats import Array, compiled
 
 _TILE_NUMEL = 1 << 24  # limits temporary memory on a device to 32 MiB
@@ -43,7 +43,7 @@ def mark_changed(before: Tensor, after: Tensor, bits: Tensor) -> None:
         return
 
     def bind() -> Callable[[int, int], None]:
-        x, y, b = [unowned_array(tensor) for tensor in (old, new, bits)]
+        x, y, b = [array_of(tensor) for tensor in (old, new, bits)]
         return lambda start, stop: _mark(x[start:stop], y[start:stop], b[start // 8 : (stop + 7) // 8])
 
     launch("mark changed", old.numel(), bind, reads=[old, new, bits], writes=[bits])

@@ -157,9 +157,8 @@ def with_constants(source: str, values: Mapping[str, Sequence[int]]) -> str:
 class KernelModule:
     """Kernels on a device, in torch's context.
 
-    Kernels without FIXED parameters are loaded at once, others when a launch has new values for these. Loading may
-    synchronize the device, so those that backward launches beside reductions are launched once at the start
-    (`load_kernels_of_norms`, `load_kernels_of_sums`).
+    Kernels without FIXED parameters are loaded at once, others when a launch has new values for these: those that a
+    step launches, at the start (`device_kernels.load_kernels`).
 
     Args:
         cupy: the module.
@@ -174,10 +173,9 @@ class KernelModule:
         self._cupy = cupy
         self._source = source
         self._device = device
-        found = _KERNEL.findall(source)
-        self._constants_of = {name: _fixed_of(parameters) for name, parameters in found}
+        self._constants_of = constants_of(source)
         self._functions: dict[tuple[str, tuple[Any, ...]], Any] = {}
-        self._load({name: () for name, parameters in found if "FIXED" not in parameters})
+        self._load({name: () for name, parameters in _KERNEL.findall(source) if "FIXED" not in parameters})
 
     def _load(self, kernels: Mapping[str, tuple[Any, ...]]) -> None:
         try:
@@ -218,8 +216,12 @@ class KernelModule:
             raise KernelError(f"{name} on {self._device}: {_text(error)}") from error
 
 
+def constants_of(source: str) -> dict[str, Callable[[Sequence[Any]], tuple[Any, ...]]]:
+    """Returns for each kernel a function that takes a launch's arguments and returns those of FIXED parameters."""
+    return {name: _fixed_of(parameters) for name, parameters in _KERNEL.findall(source)}
+
+
 def _fixed_of(parameters: str) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Returns a function that takes a launch's arguments and returns those of the FIXED parameters."""
     places = [place for place, each in enumerate(parameters.split(",")) if "FIXED" in each]
     # Ten times as fast as the loop, and called in each launch.
     return itemgetter(*places) if len(places) > 1 else lambda arguments: tuple(arguments[place] for place in places)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -309,7 +309,7 @@ def _code_blocks(numel: int, code_format: tuple[int, int]) -> int:
 
 # -- compiling
 
-_compiled: dict[int, DeviceKernels | None] = {}
+_compiled: dict[torch.device, DeviceKernels | None] = {}
 _lock = threading.Lock()
 
 
@@ -320,11 +320,27 @@ def kernels_for(device: torch.device) -> DeviceKernels | None:
     """
     if device.type != "cuda":
         return None
-    index = torch.cuda.current_device() if device.index is None else device.index
+    device = _indexed(device)
     with _lock:
-        if index not in _compiled:
-            _compiled[index] = _compile(torch.device("cuda", index))
-        return _compiled[index]
+        if device not in _compiled:
+            try:
+                _compiled[device] = compile_kernels(device)
+            except KernelError as error:
+                _refuse(device, error)
+        return _compiled[device]
+
+
+def _indexed(device: torch.device) -> torch.device:
+    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+
+
+def _refuse(device: torch.device, error: KernelError) -> None:
+    _compiled[device] = None
+    log_once(
+        logging.WARNING,
+        f"{device}: zeroaccel's kernels are not available; updates, norms and codes run as torch operations, with"
+        f" the same results but several times the memory traffic: {error}",
+    )
 
 
 def compile_kernels(device: torch.device) -> DeviceKernels:
@@ -344,13 +360,15 @@ def compile_kernels(device: torch.device) -> DeviceKernels:
     return DeviceKernels(KernelModule(cupy, source, device))
 
 
-def _compile(device: torch.device) -> DeviceKernels | None:
+def load_kernels(device: torch.device, launch: Callable[[], object]) -> None:
+    """Loads the kernels that `launch` launches, before training needs them; does nothing for a device without kernels.
+
+    Loading may wait for the device, which a backward must not do beside its collectives. If a kernel cannot be compiled
+    or loaded, the device does without any from here on, and the log has the reason.
+    """
+    if kernels_for(device) is None:
+        return
     try:
-        return compile_kernels(device)
+        launch()
     except KernelError as error:
-        log_once(
-            logging.WARNING,
-            f"{device}: zeroaccel's kernels are not available; updates, norms and codes run as torch operations, with"
-            f" the same results but several times the memory traffic: {error}",
-        )
-        return None
+        _refuse(_indexed(device), error)

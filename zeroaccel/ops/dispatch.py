@@ -39,19 +39,6 @@ _pool: ThreadPoolExecutor | None = None
 _num_threads: int | None = None
 
 
-def array_of(tensor: Tensor) -> Array:
-    """Returns a flat view for `kernels`: float32 and uint8 unchanged, bfloat16 as uint16, float16 as int16.
-
-    Args:
-        tensor: contiguous CPU tensor in one of the four dtypes.
-    """
-    assert tensor.is_contiguous(), f"a kernel needs contiguous memory, got strides {tensor.stride()}"
-    flat = tensor.detach().view(-1)
-    if tensor.dtype in (torch.float32, torch.uint8):
-        return flat.numpy()
-    return flat.view(torch.int16).numpy().view(_PATTERNS[tensor.dtype])
-
-
 class _Memory:
     """NumPy's array interface on the memory of a tensor."""
 
@@ -65,10 +52,14 @@ class _Memory:
         }
 
 
-def unowned_array(tensor: Tensor) -> Array:
-    """Like `array_of`, also for int16 and for use within one call: the array does not keep the memory alive.
+def array_of(tensor: Tensor) -> Array:
+    """Returns a flat view for `kernels`: bfloat16 as uint16, float16 as int16, other dtypes unchanged.
 
-    After `Tensor.numpy`, a storage can no longer be freed by resizing, which sharded units require.
+    The view is for use within one call: it does not keep the memory alive. After `Tensor.numpy`, a storage can no
+    longer be freed by resizing, which sharded units require.
+
+    Args:
+        tensor: contiguous CPU tensor; float32, bfloat16, float16, uint8 or int16.
     """
     assert tensor.is_contiguous(), f"a kernel needs contiguous memory, got strides {tensor.stride()}"
     return np.asarray(_Memory(tensor)) if tensor.numel() else np.empty(0, _PATTERNS[tensor.dtype])

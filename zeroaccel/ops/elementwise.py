@@ -277,15 +277,9 @@ class RMSprop(ShardOptimizer):
         names = {"square_avg": True, "momentum_buffer": bool(momentum), "grad_avg": bool(group["centered"])}
         for name in (name for name, is_used in names.items() if is_used and name not in state):
             state[name] = self._new_state(param, param.shape, param.dtype)
-        coefficients: list[float | np.uint32] = [
-            float(group["weight_decay"]),
-            alpha,
-            1 - alpha,
-            float(group["eps"]),
-            momentum,
-            -float(group["lr"]),
-        ]
-        return [state[name] if is_used else None for name, is_used in names.items()], coefficients
+        buffers = [state[name] if is_used else None for name, is_used in names.items()]
+        weight_decay, eps, lr = [float(group[name]) for name in ("weight_decay", "eps", "lr")]
+        return buffers, [weight_decay, alpha, 1 - alpha, eps, momentum, -lr]
 
     def _update_tile(self, x: Tensor, buffers: Sequence[Tensor], d: Tensor, coefficients: Sequence[float]) -> None:
         l2, alpha, weight, eps, momentum, negative_lr = coefficients

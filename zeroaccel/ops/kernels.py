@@ -41,20 +41,15 @@ _BLOCK_NUMEL = 2048  # elements that several loops read in turn: 8 KiB of floats
 
 @inlined
 def _largest(patterns: Array, mask: Any) -> Any:
-    largest = mask & 0
-    for i in range(patterns.size):
-        largest = max(largest, patterns[i] & mask)
-    return largest
-
-
-@compiled
-def largest_pattern(patterns: Array, mask: Any) -> int:
     """Returns the largest of ``patterns & mask``; 0 for an empty array.
 
     `patterns` are floats viewed as integers of their width, and `mask` (of that dtype) clears the sign. Such integers
     order like the magnitudes, inf above every number and NaN above inf. The maximum is exact and vectorises.
     """
-    return int(_largest(patterns, mask))
+    largest = mask & 0
+    for i in range(patterns.size):
+        largest = max(largest, patterns[i] & mask)
+    return largest
 
 
 @inlined
@@ -85,7 +80,7 @@ def square_sums(values: Array, scale: np.float64) -> tuple[int, int]:
 
 @compiled
 def examine(values: Array, patterns: Array, mask: Any, scales: Array, sums: Array) -> int:
-    """Does the work of `largest_pattern`, and of `square_sums` for each scale, in one pass over memory.
+    """Returns the largest of ``patterns & mask``, and does the work of `square_sums` for each scale, in one pass.
 
     Args:
         values, patterns: two views of the same memory.
@@ -140,9 +135,9 @@ def _block_scale(numbers: Any, highest: Any) -> Any:
 @inlined
 def _exact_scale(numbers: Any, highest: Any) -> Any:
     """Like `_block_scale`, without rounding."""
-    largest = magnitude_pattern(numbers, 0)
+    largest = magnitude_pattern(numbers, numbers[0])
     for i in range(1, numbers.size):
-        largest = max(largest, magnitude_pattern(numbers, i))
+        largest = max(largest, magnitude_pattern(numbers, numbers[i]))
     absmax = of_pattern(numbers, largest)
     if not absmax < np.float32(np.inf):
         return np.float32(np.nan)
@@ -171,9 +166,17 @@ def encode8(values: Array, scales: Array, codes: Array, block: int, first: int, 
             target[i] = np.uint8(_to_integer(load_number(numbers, i) * inverse))
 
 
+@inlined
+def _put(numbers: Any, index: Any, value: Any, adds: Any) -> None:
+    if adds is None:  # the compiler sees only one of the two
+        store_number(numbers, index, value)
+    else:
+        numbers[index] += value
+
+
 @compiled
-def decode8(out: Array, scales: Array, codes: Array, block: int, first: int, last: int) -> None:
-    """Writes ``out[i] = codes[i] * scale``."""
+def decode8(out: Array, scales: Array, codes: Array, block: int, first: int, last: int, adds: bool | None) -> None:
+    """Writes ``out[i] = codes[i] * scale``; with `adds`, which is None or True, adds to the float32 `out`."""
     for index in range(first, last):
         numbers = out[index * block : min((index + 1) * block, out.size)]
         source = codes[index * block : index * block + numbers.size]
@@ -183,18 +186,7 @@ def decode8(out: Array, scales: Array, codes: Array, block: int, first: int, las
             numbers[:] = numbers[0]
             continue
         for i in range(numbers.size):
-            store_number(numbers, i, np.float32(np.int8(source[i])) * scale)
-
-
-@compiled
-def add8(total: Array, scales: Array, codes: Array, block: int, first: int, last: int) -> None:
-    """Computes ``total[i] += codes[i] * scale`` in float32."""
-    for index in range(first, last):
-        numbers = total[index * block : min((index + 1) * block, total.size)]
-        source = codes[index * block : index * block + numbers.size]
-        scale = scales[index]
-        for i in range(numbers.size):
-            numbers[i] += np.float32(np.int8(source[i])) * scale
+            _put(numbers, i, np.float32(np.int8(source[i])) * scale, adds)
 
 
 @compiled
@@ -218,7 +210,7 @@ def encode4(values: Array, scales: Array, codes: Array, block: int, first: int, 
 
 
 @compiled
-def decode4(out: Array, scales: Array, codes: Array, block: int, first: int, last: int) -> None:
+def decode4(out: Array, scales: Array, codes: Array, block: int, first: int, last: int, adds: bool | None) -> None:
     """Like `decode8`, for the codes of `encode4`."""
     for index in range(first, last):
         numbers = out[index * block : min((index + 1) * block, out.size)]
@@ -231,24 +223,9 @@ def decode4(out: Array, scales: Array, codes: Array, block: int, first: int, las
             numbers[:] = numbers[0]
             continue
         for i in range(half):
-            store_number(numbers, i, np.float32(np.int8(source[i] << 4) >> 4) * scale)
+            _put(numbers, i, np.float32(np.int8(source[i] << 4) >> 4) * scale, adds)
         for i in range(upper.size):
-            store_number(upper, i, np.float32(np.int8(source[i]) >> 4) * scale)
-
-
-@compiled
-def add4(total: Array, scales: Array, codes: Array, block: int, first: int, last: int) -> None:
-    """Like `add8`, for the codes of `encode4`."""
-    for index in range(first, last):
-        numbers = total[index * block : min((index + 1) * block, total.size)]
-        half = (numbers.size + 1) // 2
-        source = codes[index * block // 2 : index * block // 2 + half]
-        upper = numbers[half:]
-        scale = scales[index]
-        for i in range(half):
-            numbers[i] += np.float32(np.int8(source[i] << 4) >> 4) * scale
-        for i in range(upper.size):
-            upper[i] += np.float32(np.int8(source[i]) >> 4) * scale
+            _put(upper, i, np.float32(np.int8(source[i]) >> 4) * scale, adds)
 
 
 # ---- codes that are indices of levels: `comm/level_codes.py` states formats and error bounds ----

@@ -12,7 +12,7 @@ silently promote the arithmetic to float64.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -146,28 +146,30 @@ def _encode_power(value: Any) -> Any:
     return np.uint8(np.uint32(bits_of(value) + 0x7FFFFF) >> 23) if not np.isnan(value) else np.uint8(255)
 
 
-def load(array: Any, index: Any) -> Any:
-    """Returns ``array[index]`` as a float32 for every format. Exists only in compiled code."""
+# ---- elements of arrays ----
+
+
+def _decoded(array: Any, element: Any) -> Any:
     raise NotImplementedError
 
 
-def store(array: Any, index: Any, value: Any) -> None:
-    """Writes a float32 to ``array[index]``, rounded to the array's format; does nothing if the array is None."""
+def _decoded_number(array: Any, element: Any) -> Any:
     raise NotImplementedError
 
 
-def load_number(array: Any, index: Any) -> Any:
-    """Like `load`, for a finite number: faster for float16."""
+def _encoded(array: Any, value: Any) -> Any:
     raise NotImplementedError
 
 
-def store_number(array: Any, index: Any, value: Any) -> None:
-    """Like `store`, for a number within the range of the format: faster for 16 bits."""
+def _encoded_number(array: Any, value: Any) -> Any:
     raise NotImplementedError
 
 
-def magnitude_pattern(array: Any, index: Any) -> Any:
-    """Returns ``array[index]`` without its sign, as an unsigned integer of the same width."""
+def magnitude_pattern(array: Any, element: Any) -> Any:
+    """Returns an element of the array without its sign, as an unsigned integer of the same width.
+
+    Exists only in compiled code, like all functions of this section.
+    """
     raise NotImplementedError
 
 
@@ -176,100 +178,65 @@ def of_pattern(array: Any, pattern: Any) -> Any:
     raise NotImplementedError
 
 
-def _load_for(array: Any, index: Any) -> Callable[..., Any] | None:
-    """Returns the implementation of `load` for Numba's types; both must have the same annotations."""
-
-    def plain(array: Any, index: Any) -> Any:
-        return array[index]
-
-    def bfloat16(array: Any, index: Any) -> Any:
-        return decode_bfloat16(array[index])
-
-    def float16(array: Any, index: Any) -> Any:
-        return _decode_float16(array[index])
-
-    def power(array: Any, index: Any) -> Any:
-        return _decode_power(array[index])
-
-    formats = {types.float32: plain, types.uint16: bfloat16, types.int16: float16, types.uint8: power}
-    return formats.get(array.dtype)
+@inlined
+def load(array: Any, index: Any) -> Any:
+    """Returns ``array[index]`` as a float32 for every format."""
+    return _decoded(array, array[index])
 
 
-def _store_for(array: Any, index: Any, value: Any) -> Callable[..., None] | None:
-    """Like `_load_for`, for `store`."""
-
-    def nothing(array: Any, index: Any, value: Any) -> None:
-        pass
-
-    def plain(array: Any, index: Any, value: Any) -> None:
-        array[index] = value
-
-    def bfloat16(array: Any, index: Any, value: Any) -> None:
-        array[index] = encode_bfloat16(value)
-
-    def float16(array: Any, index: Any, value: Any) -> None:
-        array[index] = _encode_float16(value)
-
-    def power(array: Any, index: Any, value: Any) -> None:
-        array[index] = _encode_power(value)
-
-    if isinstance(array, types.NoneType):
-        return nothing
-    formats = {types.float32: plain, types.uint16: bfloat16, types.int16: float16, types.uint8: power}
-    return formats.get(array.dtype)
+@inlined
+def load_number(array: Any, index: Any) -> Any:
+    """Like `load`, for a finite number: faster for float16."""
+    return _decoded_number(array, array[index])
 
 
-def _store_number_for(array: Any, index: Any, value: Any) -> Callable[..., None] | None:
-    """Like `_load_for`, for `store_number`."""
-
-    def bfloat16(array: Any, index: Any, value: Any) -> None:
-        array[index] = _round_bfloat16(value)
-
-    def float16(array: Any, index: Any, value: Any) -> None:
-        array[index] = _round_float16(value)
-
-    return {types.uint16: bfloat16, types.int16: float16}.get(array.dtype) or _store_for(array, index, value)
+@inlined
+def store(array: Any, index: Any, value: Any) -> None:
+    """Writes a float32 to ``array[index]``, rounded to the array's format; does nothing if the array is None."""
+    if array is not None:
+        array[index] = _encoded(array, value)
 
 
-def _load_number_for(array: Any, index: Any) -> Callable[..., Any] | None:
-    """Like `_load_for`, for `load_number`."""
-
-    def float16(array: Any, index: Any) -> Any:
-        return _decode_finite_float16(array[index])
-
-    return float16 if array.dtype == types.int16 else _load_for(array, index)
+@inlined
+def store_number(array: Any, index: Any, value: Any) -> None:
+    """Like `store`, for a number within the range of the format: faster for 16 bits."""
+    array[index] = _encoded_number(array, value)
 
 
-def _magnitude_pattern_for(array: Any, index: Any) -> Callable[..., Any]:
-    """Like `_load_for`, for `magnitude_pattern`."""
+# Function -> implementations by the dtype of the array.
+_DECODED = {
+    types.float32: lambda array, element: element,
+    types.uint16: lambda array, element: decode_bfloat16(element),
+    types.int16: lambda array, element: _decode_float16(element),
+    types.uint8: lambda array, element: _decode_power(element),
+}
+_ENCODED = {
+    types.float32: lambda array, value: value,
+    types.uint16: lambda array, value: encode_bfloat16(value),
+    types.int16: lambda array, value: _encode_float16(value),
+    types.uint8: lambda array, value: _encode_power(value),
+}
+_IMPLEMENTATIONS: Mapping[Callable[..., Any], Mapping[Any, Callable[..., Any]]] = {
+    _decoded: _DECODED,
+    _decoded_number: {**_DECODED, types.int16: lambda array, element: _decode_finite_float16(element)},
+    _encoded: _ENCODED,
+    _encoded_number: {
+        **_ENCODED,
+        types.uint16: lambda array, value: _round_bfloat16(value),
+        types.int16: lambda array, value: _round_float16(value),
+    },
+    magnitude_pattern: {
+        types.float32: lambda array, element: np.uint32(bits_of(element) & 0x7FFFFFFF),
+        **dict.fromkeys((types.uint16, types.int16), lambda array, element: np.uint16(element & 0x7FFF)),
+    },
+    of_pattern: {**_DECODED, types.float32: lambda array, pattern: float_of(pattern)},
+}
 
-    def wide(array: Any, index: Any) -> Any:
-        return np.uint32(bits_of(array[index]) & 0x7FFFFFFF)
 
-    def narrow(array: Any, index: Any) -> Any:
-        return np.uint16(array[index] & 0x7FFF)
-
-    return wide if array.dtype == types.float32 else narrow
+def implement(function: Callable[..., Any], by_dtype: Mapping[Any, Callable[..., Any]]) -> None:
+    """Gives a function of compiled code an implementation for each dtype of its first argument, an array."""
+    overload(function, strict=False)(lambda array, *others: by_dtype.get(array.dtype))
 
 
-def _of_pattern_for(array: Any, pattern: Any) -> Callable[..., Any] | None:
-    """Like `_load_for`, for `of_pattern`."""
-
-    def plain(array: Any, pattern: Any) -> Any:
-        return float_of(pattern)
-
-    def bfloat16(array: Any, pattern: Any) -> Any:
-        return decode_bfloat16(pattern)
-
-    def float16(array: Any, pattern: Any) -> Any:
-        return _decode_float16(pattern)
-
-    return {types.float32: plain, types.uint16: bfloat16, types.int16: float16}.get(array.dtype)
-
-
-overload(load)(_load_for)
-overload(load_number)(_load_number_for)
-overload(magnitude_pattern)(_magnitude_pattern_for)
-overload(of_pattern)(_of_pattern_for)
-overload(store)(_store_for)
-overload(store_number)(_store_number_for)
+for _function, _by_dtype in _IMPLEMENTATIONS.items():
+    implement(_function, _by_dtype)

@@ -26,14 +26,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from zeroaccel.ops import kernels
-from zeroaccel.ops.device_kernels import kernels_for
+from zeroaccel.ops.device_kernels import kernels_for, load_kernels
 from zeroaccel.ops.device_values import read_values
 from zeroaccel.ops.dispatch import array_of, launch
 from zeroaccel.ops.number_formats import Array
@@ -62,18 +61,7 @@ def max_abs(tensor: Tensor) -> float:
         [largest] = read_values(found.view(torch.float32))
         return math.inf if math.isnan(largest) else largest
 
-    def bind() -> Callable[[int, int], int]:
-        patterns, mask = _patterns(tensor)
-        return lambda start, stop: kernels.largest_pattern(patterns[start:stop], mask)
-
-    return _magnitude(max(launch("largest_pattern", tensor.numel(), bind, reads=[tensor], writes=[])), tensor)
-
-
-def _patterns(tensor: Tensor) -> tuple[Array, np.integer[Any]]:
-    """Returns a flat view as integers, and the mask that clears the sign."""
-    integer = torch.int32 if tensor.element_size() == 4 else torch.int16
-    patterns = tensor.detach().view(-1).view(integer).numpy()
-    return patterns, patterns.dtype.type(torch.iinfo(integer).max)
+    return examine(tensor, ()).largest
 
 
 def _magnitude(pattern: int, like: Tensor) -> float:
@@ -122,7 +110,9 @@ def examine(tensor: Tensor, exponents: Sequence[int]) -> Examined:
     scales = np.array([math.ldexp(1.0, _BITS - exponent) for exponent in exponents], np.float64)
 
     def bind() -> Callable[[int, int], tuple[int, Array]]:
-        flat, (patterns, mask) = array_of(tensor), _patterns(tensor)
+        flat = array_of(tensor)
+        patterns = flat.view(f"i{flat.itemsize}")
+        mask = patterns.dtype.type(np.iinfo(patterns.dtype).max)  # clears the sign
 
         def work(start: int, stop: int) -> tuple[int, Array]:
             sums = np.zeros((len(scales), 2), np.int64)
@@ -194,17 +184,17 @@ def square_sums_into(tensor: Tensor, largest: Tensor, sums: Tensor) -> None:
 
 
 def load_kernels_of_norms(dtypes: Iterable[torch.dtype], device: torch.device) -> None:
-    """Launches the kernels of `max_abs_into` and `square_sums_into` once on a CUDA device, for each dtype.
+    """Loads the kernels of `max_abs_into` and `square_sums_into` for each dtype; see `device_kernels.load_kernels`."""
 
-    Loading a kernel may wait for the device, which a backward must not do beside its collectives.
-    """
-    if kernels_for(device) is None:
-        return
-    largest, sums = torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(2, dtype=torch.int64, device=device)
-    for dtype in dtypes:
-        value = torch.zeros(1, dtype=dtype, device=device)
-        max_abs_into(value, largest)
-        square_sums_into(value, largest, sums)
+    def launch() -> None:
+        largest = torch.zeros(1, dtype=torch.int32, device=device)
+        sums = torch.zeros(2, dtype=torch.int64, device=device)
+        for dtype in dtypes:
+            value = torch.zeros(1, dtype=dtype, device=device)
+            max_abs_into(value, largest)
+            square_sums_into(value, largest, sums)
+
+    load_kernels(device, launch)
 
 
 def _norm_scale(largest: Tensor) -> Tensor:

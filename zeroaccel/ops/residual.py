@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from zeroaccel.ops.dispatch import launch, unowned_array
+from zeroaccel.ops.dispatch import array_of, launch
 from zeroaccel.ops.number_formats import Array, bits_of, compiled, float_of, inlined
 
 _BYTES = 16  # bytes of ties that one test covers: their 128 elements rarely contain a tie
@@ -45,7 +45,7 @@ def join(weights: Tensor, residuals: Tensor, ties: Tensor, out: Tensor, first: i
     """
 
     def bind() -> Callable[[int, int], None]:
-        w, r, t, x = [unowned_array(tensor) for tensor in (weights, residuals, ties, out)]
+        w, r, t, x = [array_of(tensor) for tensor in (weights, residuals, ties, out)]
         return lambda start, stop: _join(w[start:stop], r[start:stop], t, x[start:stop], first + start)
 
     launch("join", out.numel(), bind, reads=[weights, residuals, ties], writes=[out])
@@ -58,7 +58,7 @@ def split(values: Tensor, residuals: Tensor, ties: Tensor, first: int = 0) -> No
     """
 
     def bind() -> Callable[[int, int], None]:
-        x, r, t = [unowned_array(tensor) for tensor in (values, residuals, ties)]
+        x, r, t = [array_of(tensor) for tensor in (values, residuals, ties)]
         return lambda start, stop: _split(x[start:stop], r[start:stop], t, first + start)
 
     numel = values.numel()
@@ -91,7 +91,7 @@ class SplitMasters:
             update: (masters, start, stop) changes the masters [start, stop) in place. It may write their rounded values
                 over the weights.
         """
-        w, r, t = [unowned_array(tensor) for tensor in (self.weights, self.residuals, self.ties)]
+        w, r, t = [array_of(tensor) for tensor in (self.weights, self.residuals, self.ties)]
 
         def work(start: int, stop: int) -> None:
             memory = _tile()

@@ -161,13 +161,9 @@ class ShardOptimizer(NativeOptimizer):
     """Name in the state of each moment that `moments_dtype` applies to -> True if the moment has signs."""
 
     def __init__(self, params: ParamsT, defaults: Hyperparameters, moments_dtype: str = "fp32") -> None:
-        where = f"{type(self).__name__}, moments_dtype"
-        require(
-            moments_dtype in self.moments_dtypes(),
-            where,
-            " or ".join(f'"{name}"' for name in self.moments_dtypes()),
-            moments_dtype,
-        )
+        expected = " or ".join(f'"{name}"' for name in self.moments_dtypes())
+        is_supported = moments_dtype in self.moments_dtypes()
+        require(is_supported, f"{type(self).__name__}, moments_dtype", expected, moments_dtype)
         self.moments_dtype = moments_dtype
         self._new_states: set[int] = set()  # ids of the parameters whose last step created their state
         super().__init__(params, defaults)
@@ -364,7 +360,7 @@ class ShardOptimizer(NativeOptimizer):
 
             def update(x: Array, start: int, stop: int) -> None:
                 others = [None if array is None else _span(array, numel, start, stop) for array in arrays]
-                kernel(x, *others, *scalars)
+                kernel(x, *others, tuple(scalars))
 
             if parts is not None:
                 return parts.bind(update)

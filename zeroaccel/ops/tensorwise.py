@@ -261,27 +261,20 @@ class Muon(NativeOptimizer):
             columns = _columns(batch, self.state, "momentum_buffer")
             shape = _shape_of_matrices(batch[0].param.shape, group)
             updates = batch[0].param.new_empty((len(batch), *shape), dtype=_dtype_of(method))
+            numbers = [*_floats(grad_scale, momentum, 1 - momentum), np.int32(group["nesterov"])]
             kernels.update_many(
                 "muon_momentum",
                 {"b": columns["0"], "g": columns["g"], "u": updates.unbind()},
-                [
-                    *_floats(grad_scale, momentum, 1 - momentum),
-                    np.int32(group["nesterov"]),
-                    dtype_kind(batch[0].grad),
-                    dtype_kind(updates),
-                ],
+                [*numbers, dtype_kind(batch[0].grad), dtype_kind(updates)],
                 reads="bg",
                 writes="bu",
             )
             directions = _orthogonal(updates.view(-1, *shape[-2:]), group["ns_steps"], method, fused=True).contiguous()
+            rates = _floats(1 - lr * group["weight_decay"], lr * _stretch(shape))
             kernels.update_many(
                 "muon_apply",
                 {"x": columns["x"], "d": directions.view(updates.shape).unbind(), "o": columns["o"]},
-                [
-                    *_floats(1 - lr * group["weight_decay"], lr * _stretch(shape)),
-                    dtype_kind(directions),
-                    dtype_kind(batch[0].out),
-                ],
+                [*rates, dtype_kind(directions), dtype_kind(batch[0].out)],
                 reads="xd",
                 writes="xo",
             )
@@ -308,11 +301,12 @@ class Muon(NativeOptimizer):
             _note_written(batch)
 
     def _momentum_buffer(self, param: Tensor) -> Tensor:
-        state = self.state[param]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = _zeros(param)
-        buffer: Tensor = state["momentum_buffer"]
-        return buffer
+        state: dict[str, Tensor] = self.state[param]
+        return (
+            state["momentum_buffer"]
+            if "momentum_buffer" in state
+            else state.setdefault("momentum_buffer", _zeros(param))
+        )
 
     def _adamw_state(self, param: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[param]
@@ -331,22 +325,11 @@ class Muon(NativeOptimizer):
 
     def _step_elements(self, group: Hyperparameters, stepped: list[tuple[Tensor, Tensor]]) -> None:
         states = [self._adamw_state(param) for param, _ in stepped]
-        adamw(
-            [param for param, _ in stepped],
-            [grad for _, grad in stepped],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [state["step"] for state in states],
-            foreach=False,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        params, grads = [param for param, _ in stepped], [grad for _, grad in stepped]
+        firsts, seconds, steps = [[state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step")]
+        (beta1, beta2), settings = group["betas"], {name: group[name] for name in ("lr", "weight_decay", "eps")}
+        settings |= {"foreach": False, "amsgrad": False, "maximize": False}
+        adamw(params, grads, firsts, seconds, [], steps, beta1=beta1, beta2=beta2, **settings)
 
 
 def _shape_of_matrices(shape: torch.Size, group: Hyperparameters) -> tuple[int, ...]:

@@ -20,12 +20,10 @@ all values are NaN. The values of a block are exact in bfloat16, and encoding th
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numba import types
-from numba.extending import overload
 
 from zeroaccel.ops.number_formats import (
     Array,
@@ -33,10 +31,14 @@ from zeroaccel.ops.number_formats import (
     compiled,
     encode_bfloat16,
     float_of,
+    implement,
     inlined,
     load,
     store,
 )
+
+Scalars = tuple[Any, ...]
+"""The factor of gradients, float32; a key, uint32, for a kernel with stochastic rounding; coefficients, float32."""
 
 BLOCK_NUMEL = 32
 """Elements of an 8-bit block. Parameters and shards are aligned to it, so that a shard never ends inside a block."""
@@ -44,38 +46,30 @@ BLOCK_NUMEL = 32
 _ROW = 1024  # elements whose decoded moments a loop buffers at once
 
 
-def store_moment(array: Any, index: Any, value: Any, random: Any) -> None:
+def _encoded_moment(array: Any, value: Any, random: Any) -> Any:
+    raise NotImplementedError
+
+
+implement(
+    _encoded_moment,
+    {
+        types.float32: lambda array, value, random: value,
+        types.uint16: lambda array, value, random: _encode_bfloat16_stochastic(value, random),
+    },
+)
+
+
+@inlined
+def _store_moment(array: Any, index: Any, value: Any, random: Any) -> None:
     """Writes a moment: to float32 unchanged, to bfloat16 by [Note: stochastic rounding] with 16 random bits."""
-    raise NotImplementedError
+    array[index] = _encoded_moment(array, value, random)
 
 
-def part_of(array: Any, start: Any, stop: Any) -> Any:
-    """Returns ``array[start:stop]``, or None if `array` is None."""
-    raise NotImplementedError
-
-
-def _store_moment_for(array: Any, index: Any, value: Any, random: Any) -> Callable[..., None] | None:
-    def plain(array: Any, index: Any, value: Any, random: Any) -> None:
-        array[index] = value
-
-    def bfloat16(array: Any, index: Any, value: Any, random: Any) -> None:
-        array[index] = _encode_bfloat16_stochastic(value, random)
-
-    return {types.float32: plain, types.uint16: bfloat16}.get(array.dtype)
-
-
-def _part_for(array: Any, start: Any, stop: Any) -> Callable[..., Any]:
-    def nothing(array: Any, start: Any, stop: Any) -> Any:
-        return None
-
-    def part(array: Any, start: Any, stop: Any) -> Any:
+@inlined
+def _cut(array: Any, start: Any, stop: Any) -> Any:
+    if array is not None:
         return array[start:stop]
-
-    return nothing if isinstance(array, types.NoneType) else part
-
-
-overload(part_of)(_part_for)
-overload(store_moment)(_store_moment_for)
+    return array
 
 
 # ---- stochastic rounding ----
@@ -147,25 +141,20 @@ def _spread(row: Any, exponents: Any, reach: Any) -> None:
             block_row[i] = value
 
 
+# Codes with and without signs: exponents below the block's, bits of a magnitude, and the first of its random bits.
+_SIGNED = (np.uint32(15), np.uint32(0x7F), np.uint32(0))
+_UNSIGNED = (np.uint32(31), np.uint32(0xFF), np.uint32(16))
+
+
 @inlined
-def _decode_signed(scratch: Any, codes: Any, exponents: Any) -> None:
-    values, _, _, row = _rows(scratch)
-    _spread(row, exponents, np.uint32(15))
+def _decode_blocks(scratch: Any, values: Any, codes: Any, exponents: Any, signs: Any) -> None:
+    (reach, mask, _), row = signs, _rows(scratch)[3]
+    _spread(row, exponents, reach)
     for i in range(codes.size):
         code, lowest = np.uint32(codes[i]), bits_of(row[i])
-        magnitude = _decode_magnitude(np.uint32(code & 0x7F), lowest)
-        signed = float_of(np.uint32(bits_of(magnitude) | np.uint32(np.uint32(code & 0x80) << 24)))
+        magnitude = _decode_magnitude(np.uint32(code & mask), lowest)
+        signed = float_of(np.uint32(bits_of(magnitude) | np.uint32(np.uint32(code & (0xFF ^ mask)) << 24)))
         values[i] = np.float32(np.nan) if lowest == 0xFFFFFFFF else signed
-
-
-@inlined
-def _decode_unsigned(scratch: Any, codes: Any, exponents: Any) -> None:
-    _, values, _, row = _rows(scratch)
-    _spread(row, exponents, np.uint32(31))
-    for i in range(codes.size):
-        lowest = bits_of(row[i])
-        magnitude = _decode_magnitude(np.uint32(codes[i]), lowest)
-        values[i] = np.float32(np.nan) if lowest == 0xFFFFFFFF else magnitude
 
 
 @inlined
@@ -182,51 +171,36 @@ def _find_exponents(exponents: Any, values: Any, count: Any) -> None:
 
 
 @inlined
-def _encode_signed(codes: Any, exponents: Any, scratch: Any) -> None:
-    values, _, randoms, row = _rows(scratch)
+def _encode_blocks(scratch: Any, values: Any, codes: Any, exponents: Any, signs: Any) -> None:
+    (reach, mask, shift), (_, _, randoms, row) = signs, _rows(scratch)
     _find_exponents(exponents, values, codes.size)
-    _spread(row, exponents, np.uint32(15))
+    _spread(row, exponents, reach)
     for i in range(codes.size):
         bits, lowest = bits_of(values[i]), bits_of(row[i])
-        code = _encode_magnitude(np.uint32(bits & 0x7FFFFFFF), lowest, bits_of(randoms[i]))
-        code = np.uint32(np.uint32(code & 0x7F) | np.uint32(np.uint32(bits >> 24) & 0x80))
+        magnitude = np.uint32(bits & 0x7FFFFFFF) if mask == 0x7F else bits
+        code = _encode_magnitude(magnitude, lowest, np.uint32(bits_of(randoms[i]) >> shift))
+        code = np.uint32(np.uint32(code & mask) | np.uint32(np.uint32(bits >> 24) & (0xFF ^ mask)))
+        code = np.uint32(1) if mask == 0xFF and code == 0 and bits > 0 else code
         codes[i] = np.uint8(np.uint32(0) if lowest == 0xFFFFFFFF else code)
 
 
-@inlined
-def _encode_unsigned(codes: Any, exponents: Any, scratch: Any) -> None:
-    _, values, randoms, row = _rows(scratch)
-    _find_exponents(exponents, values, codes.size)
-    _spread(row, exponents, np.uint32(31))
-    for i in range(codes.size):
-        bits, lowest = bits_of(values[i]), bits_of(row[i])
-        code = _encode_magnitude(bits, lowest, np.uint32(bits_of(randoms[i]) >> 16))
-        code = np.uint32(1) if code == 0 and bits > 0 else code
-        codes[i] = np.uint8(np.uint32(0) if lowest == 0xFFFFFFFF else code)
-
-
-# ---- optimizer updates: (master, states..., grad, out, grad_scale, coefficients...) ----
+# ---- optimizer updates: (master, states..., grad, out, (grad_scale, coefficients...)) ----
 # In the formulas, x is the master and d the gradient after `grad_scale`; each operator rounds once to float32.
 
 
+@inlined
+def _adam(x: Any, gradient: Any, m: Any, v: Any, scalars: Any) -> tuple[Any, Any, Any, Any]:
+    """Returns the new x, m, v of an element, and its random bits."""
+    grad_scale, key, decay, l2, weight1, beta2, weight2, inverse_root, eps, negative_step = scalars
+    d = gradient * grad_scale + l2 * x
+    m = m + weight1 * (d - m)
+    v = v * beta2 + (weight2 * d) * d
+    new = x * decay + (negative_step * m) / (np.sqrt(v) * inverse_root + eps)
+    return new, m, v, _random(x, m, key)
+
+
 @compiled
-def adam(
-    master: Array,
-    exp_avg: Array,
-    exp_avg_sq: Array,
-    grad: Array,
-    out: Array | None,
-    grad_scale: np.float32,
-    key: np.uint32,
-    decay: np.float32,
-    l2: np.float32,
-    weight1: np.float32,
-    beta2: np.float32,
-    weight2: np.float32,
-    inverse_root: np.float32,
-    eps: np.float32,
-    negative_step: np.float32,
-) -> None:
+def adam(master: Array, exp_avg: Array, exp_avg_sq: Array, grad: Array, out: Array | None, scalars: Scalars) -> None:
     """Adam (Kingma & Ba 2015, Algorithm 1) and AdamW (Loshchilov & Hutter 2019, Algorithm 2).
 
     ```text
@@ -240,15 +214,9 @@ def adam(
     The order is that of torch.optim.AdamW(foreach=False), which however divides by the root and computes m by one FMA.
     """
     for i in range(master.size):
-        x = master[i]
-        d = load(grad, i) * grad_scale + l2 * x
-        m = load(exp_avg, i)
-        m = m + weight1 * (d - m)
-        v = load(exp_avg_sq, i) * beta2 + (weight2 * d) * d
-        random = _random(x, m, key)
-        x = x * decay + (negative_step * m) / (np.sqrt(v) * inverse_root + eps)
-        store_moment(exp_avg, i, m, random)
-        store_moment(exp_avg_sq, i, v, np.uint32(random >> 16))
+        x, m, v, random = _adam(master[i], load(grad, i), load(exp_avg, i), load(exp_avg_sq, i), scalars)
+        _store_moment(exp_avg, i, m, random)
+        _store_moment(exp_avg_sq, i, v, np.uint32(random >> 16))
         master[i] = x
         store(out, i, x)
 
@@ -262,16 +230,7 @@ def adam_blocks(
     exp_avg_sq_exponents: Array,
     grad: Array,
     out: Array | None,
-    grad_scale: np.float32,
-    key: np.uint32,
-    decay: np.float32,
-    l2: np.float32,
-    weight1: np.float32,
-    beta2: np.float32,
-    weight2: np.float32,
-    inverse_root: np.float32,
-    eps: np.float32,
-    negative_step: np.float32,
+    scalars: Scalars,
 ) -> None:
     """`adam` with moments in 8-bit blocks, which begin at element 0."""
     scratch = np.empty(4 * _ROW, np.float32)
@@ -281,40 +240,19 @@ def adam_blocks(
         first, last = begin // BLOCK_NUMEL, (end + BLOCK_NUMEL - 1) // BLOCK_NUMEL
         m_codes, m_exponents = exp_avg[begin:end], exp_avg_exponents[first:last]
         v_codes, v_exponents = exp_avg_sq[begin:end], exp_avg_sq_exponents[first:last]
-        _decode_signed(scratch, m_codes, m_exponents)
-        _decode_unsigned(scratch, v_codes, v_exponents)
-        xs, gs, rounded = master[begin:end], grad[begin:end], part_of(out, begin, end)
+        _decode_blocks(scratch, ms, m_codes, m_exponents, _SIGNED)
+        _decode_blocks(scratch, vs, v_codes, v_exponents, _UNSIGNED)
+        xs, gs, rounded = master[begin:end], grad[begin:end], _cut(out, begin, end)
         for i in range(end - begin):
-            x = xs[i]
-            d = load(gs, i) * grad_scale + l2 * x
-            m = ms[i]
-            m = m + weight1 * (d - m)
-            v = vs[i] * beta2 + (weight2 * d) * d
-            randoms[i] = float_of(_random(x, m, key))
-            x = x * decay + (negative_step * m) / (np.sqrt(v) * inverse_root + eps)
-            ms[i] = m
-            vs[i] = v
-            xs[i] = x
-            store(rounded, i, x)
-        _encode_signed(m_codes, m_exponents, scratch)
-        _encode_unsigned(v_codes, v_exponents, scratch)
+            xs[i], ms[i], vs[i], random = _adam(xs[i], load(gs, i), ms[i], vs[i], scalars)
+            randoms[i] = float_of(random)
+            store(rounded, i, xs[i])
+        _encode_blocks(scratch, ms, m_codes, m_exponents, _SIGNED)
+        _encode_blocks(scratch, vs, v_codes, v_exponents, _UNSIGNED)
 
 
 @compiled
-def lion(
-    master: Array,
-    exp_avg: Array,
-    grad: Array,
-    out: Array | None,
-    grad_scale: np.float32,
-    key: np.uint32,
-    decay: np.float32,
-    beta1: np.float32,
-    weight1: np.float32,
-    beta2: np.float32,
-    weight2: np.float32,
-    negative_lr: np.float32,
-) -> None:
+def lion(master: Array, exp_avg: Array, grad: Array, out: Array | None, scalars: Scalars) -> None:
     """Lion (Chen et al. 2023, Algorithm 2).
 
     ```text
@@ -324,6 +262,7 @@ def lion(
     m = beta2 * m + weight2 * d             weight2 = 1 - beta2
     ```
     """
+    grad_scale, key, decay, beta1, weight1, beta2, weight2, negative_lr = scalars
     for i in range(master.size):
         d = load(grad, i) * grad_scale
         m = load(exp_avg, i)
@@ -332,23 +271,13 @@ def lion(
         random = _random(master[i], m, key)
         direction = np.float32(1) if c > np.float32(0) else (np.float32(-1) if c < np.float32(0) else c)
         x = master[i] * decay + negative_lr * direction
-        store_moment(exp_avg, i, m, random)
+        _store_moment(exp_avg, i, m, random)
         master[i] = x
         store(out, i, x)
 
 
 @compiled
-def adagrad(
-    master: Array,
-    square_sum: Array,
-    grad: Array,
-    out: Array | None,
-    grad_scale: np.float32,
-    key: np.uint32,
-    l2: np.float32,
-    eps: np.float32,
-    negative_lr: np.float32,
-) -> None:
+def adagrad(master: Array, square_sum: Array, grad: Array, out: Array | None, scalars: Scalars) -> None:
     """Adagrad (Duchi et al. 2011, the diagonal form of Figure 1).
 
     ```text
@@ -357,13 +286,14 @@ def adagrad(
     x = x + (negative_lr * d) / (sqrt(s) + eps)
     ```
     """
+    grad_scale, key, l2, eps, negative_lr = scalars
     for i in range(master.size):
         x = master[i]
         d = load(grad, i) * grad_scale + l2 * x
         s = load(square_sum, i) + d * d
         random = _random(x, s, key)
         x = x + (negative_lr * d) / (np.sqrt(s) + eps)
-        store_moment(square_sum, i, s, random)
+        _store_moment(square_sum, i, s, random)
         master[i] = x
         store(out, i, x)
 
@@ -376,13 +306,7 @@ def rmsprop(
     grad_avg: Array | None,
     grad: Array,
     out: Array | None,
-    grad_scale: np.float32,
-    l2: np.float32,
-    alpha: np.float32,
-    weight: np.float32,
-    eps: np.float32,
-    momentum: np.float32,
-    negative_lr: np.float32,
+    scalars: Scalars,
 ) -> None:
     """RMSprop (Hinton 2012, lecture 6e; centered: Graves 2013, arXiv:1308.0850; in the form of torch.optim.RMSprop).
 
@@ -396,6 +320,7 @@ def rmsprop(
     x = x + negative_lr * d
     ```
     """
+    grad_scale, l2, alpha, weight, eps, momentum, negative_lr = scalars
     for i in range(master.size):
         x = master[i]
         d = load(grad, i) * grad_scale + l2 * x
@@ -417,19 +342,7 @@ def rmsprop(
 
 
 @compiled
-def sgd(
-    master: Array,
-    momentum_buffer: Array | None,
-    grad: Array,
-    out: Array | None,
-    grad_scale: np.float32,
-    l2: np.float32,
-    momentum: np.float32,
-    weight: np.float32,
-    grad_weight: np.float32,
-    buffer_weight: np.float32,
-    negative_lr: np.float32,
-) -> None:
+def sgd(master: Array, momentum_buffer: Array | None, grad: Array, out: Array | None, scalars: Scalars) -> None:
     """SGD with momentum (Sutskever et al. 2013, in the form of torch.optim.SGD).
 
     ```text
@@ -440,6 +353,7 @@ def sgd(
     ```
     Without a buffer, the two middle lines are omitted.
     """
+    grad_scale, l2, momentum, weight, grad_weight, buffer_weight, negative_lr = scalars
     for i in range(master.size):
         x = master[i]
         d = load(grad, i) * grad_scale + l2 * x

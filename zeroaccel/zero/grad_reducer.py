@@ -697,5 +697,9 @@ class GradReducer:
                 gradients.shard = gradients.full[gradients.buffer.own.at(0)]  # the same values
                 gradients.examined = examined
 
+    def step_dtypes(self, gradients: GradientBuffer) -> set[torch.dtype]:
+        """Returns the dtypes in which the gradients of a buffer may reach the optimizer."""
+        return {gradients.comm_dtype, self._accum_dtype(gradients)}
+
     def _accum_dtype(self, gradients: GradientBuffer) -> torch.dtype:
         return self._rules.accumulation_dtype or gradients.buffer.dtype

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroaccel.errors import EngineStateError
-from zeroaccel.ops.device_kernels import DeviceKernels, kernels_for
+from zeroaccel.ops.device_kernels import DeviceKernels, kernels_for, load_kernels
 from zeroaccel.ops.moments import exponents_name
 from zeroaccel.ops.shard_step import ManyStep, ShardOptimizer, ShardStep, TensorStep
 from zeroaccel.optim.optimizer_kinds import OptimizerKind, OptimizerKinds, StepCounters, batches, restricted
@@ -164,6 +164,31 @@ class ShardedOptimizer:
         """Undoes the optimizer's count of an update that the device did not apply."""
         assert isinstance(self.optimizer, ShardOptimizer), "only a native optimizer is updated unseen"
         self.optimizer.undo_count([piece.param for buffer in self.buffers for piece in buffer.masters.pieces])
+
+    def load_kernels(self, gradients: Sequence[tuple[GradientBuffer, set[torch.dtype]]]) -> None:
+        """Loads the kernels of the updates on a device, by updates of parameters outside the model.
+
+        Args:
+            gradients: with the dtypes in which they may reach the optimizer.
+        """
+        kinds = {
+            (piece.param.device, piece.group, dtype, gradient.buffer.dtype): None
+            for gradient, dtypes in gradients
+            for piece in gradient.buffer.masters.pieces
+            for dtype in sorted(dtypes, key=str)
+        }
+        for kind in kinds:
+            load_kernels(kind[0], partial(self._update_apart, *kind))
+
+    def _update_apart(self, device: torch.device, group: int, dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+        optimizer, settings, kernels = self.optimizer, self.optimizer.param_groups[group], kernels_for(device)
+        param = torch.zeros(2 * settings.get("heads", 1), 16, device=device)  # a matrix for each head
+        grad, out = [torch.zeros(param.numel(), dtype=each, device=device) for each in (dtype, out_dtype)]
+        if isinstance(optimizer, ShardOptimizer):
+            optimizer.step_shard(settings, param, grad, grad_scale=1.0, out=out)
+        elif isinstance(optimizer, ManyStep) and kernels is not None:
+            optimizer.step_many(settings, [TensorStep(param, grad, out)], grad_scale=1.0, kernels=kernels)
+        optimizer.state.pop(param, None)
 
     # -- updates that call the optimizer's own code; `weight_update.py` has the loop for native kernels
 

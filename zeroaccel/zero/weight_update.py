@@ -92,6 +92,7 @@ class WeightUpdate:
         self._early: EarlyUpdate | None = None
         if self._during == "backward":
             self._early = EarlyUpdate(optimizer, tiers.spares, collectives.topology.device)
+        optimizer.load_kernels([(gradient, reducer.step_dtypes(gradient)) for gradient in reducer.gradients])
 
     @property
     def takes_control(self) -> bool:

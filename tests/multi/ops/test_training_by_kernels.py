@@ -16,7 +16,7 @@ from tests.support.pool import Ranks
 from tests.support.training import ADAMW, Run, config, differences, train
 from tests.unit.ops.kernels_on_host import HostRunner, host_kernels
 from zeroaccel.engine import Engine
-from zeroaccel.ops.device_kernels import DeviceKernels, kernels_for
+from zeroaccel.ops.device_kernels import kernels_for
 from zeroaccel.ops.reductions import max_abs_into, square_sums_into
 from zeroaccel.ops.shard_step import Hyperparameters, ShardOptimizer
 
@@ -29,11 +29,15 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "bf16 moments": {"type": "AdamW", "params": {"lr": 1e-2, "moments_dtype": "bf16"}},
     "int8 moments": {"type": "AdamW", "params": {"lr": 1e-2, "moments_dtype": "int8"}},
 }
+OF_TENSORS: dict[str, dict[str, Any]] = {
+    "Lamb": {"type": "Lamb", "params": {"lr": 1e-2}},
+    "Muon": {"type": "Muon", "params": {"lr": 1e-2}},
+}
 
 
 @contextmanager
-def by_kernels() -> Iterator[list[str]]:
-    """Replaces an accelerator's kernels by these within the context; yields the names of launched kernels."""
+def by_kernels() -> Iterator[HostRunner]:
+    """Replaces an accelerator's kernels by these within the context; yields the runner of launches."""
     kernels, replacements = host_kernels(), Replacements()
 
     def step_shard(
@@ -52,14 +56,10 @@ def by_kernels() -> Iterator[list[str]]:
     replacements.everywhere(square_sums_into, kernels.square_sums_into)
     replacements.set(ShardOptimizer, "step_shard", step_shard)
     try:
-        yield _launched(kernels)
+        assert isinstance(kernels._runner, HostRunner)
+        yield kernels._runner
     finally:
         replacements.undo()
-
-
-def _launched(kernels: DeviceKernels) -> list[str]:
-    assert isinstance(kernels._runner, HostRunner)
-    return kernels._runner.launched
 
 
 def _on_device(engine: Engine) -> None:
@@ -70,9 +70,9 @@ def _on_device(engine: Engine) -> None:
 def _both(settings: Mapping[str, Any], steps: int = 4) -> tuple[list[str], Run, set[str]]:
     """Trains by the host's loops and by the kernels; returns the differences, the latter run, and its kernels."""
     wanted = train(settings, steps)
-    with by_kernels() as launched:
+    with by_kernels() as runner:
         found = train(settings, steps, before=_on_device)
-    return differences(found, wanted), found, set(launched)
+    return differences(found, wanted), found, set(runner.launched)
 
 
 BOUNDARY = {"max_abs", "write_facts", "largest_of_facts", "square_sums", "finalize"}
@@ -86,6 +86,22 @@ def test_a_training_has_the_bits_of_the_host(own_job: None, precision: str, opti
     assert found == []
     assert launched >= BOUNDARY
     assert len(launched) == len(BOUNDARY) + 1
+
+
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, *OF_TENSORS])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_kernels_are_loaded_before_the_first_step(own_job: None, optimizer: str, accumulation: int) -> None:
+    rule = {**OPTIMIZERS, **OF_TENSORS}[optimizer]
+    loaded: set[tuple[str, tuple[object, ...]]] = set()
+    with by_kernels() as runner:
+
+        def before(engine: Engine) -> None:
+            _on_device(engine)
+            loaded.update(runner.compiled)
+
+        train(config(2, "bf16", accumulation, optimizer=rule, gradient_clipping=0.5), 2, before=before)
+    assert {name for name, constants in runner.compiled if constants} >= {"max_abs", "square_sums"}
+    assert {kind for kind in runner.compiled - loaded if kind[1]} == set()
 
 
 def test_overflows_are_skipped_by_the_kernels(own_job: None) -> None:
@@ -109,9 +125,9 @@ def test_ranks_have_the_bits_of_the_host(ranks: Ranks) -> None:
 def _in_codes(settings: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """Trains twice with quantized communication; returns the differences, and the kernels of a step of the second."""
     wanted = train(settings, 4)
-    with by_kernels() as launched:
+    with by_kernels() as runner:
         found = train(settings, 4)
-    return differences(found, wanted), launched
+    return differences(found, wanted), runner.launched
 
 
 def test_codes_between_ranks_have_the_bits_of_the_host(ranks: Ranks) -> None:

@@ -11,14 +11,14 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from tests.cuda_model.fake_cupy import FakeCupy, Function, Launch, addresses
-from zeroaccel.ops.cupy_kernels import kernel_names
+from zeroaccel.ops.cupy_kernels import constants_of, kernel_names
 from zeroaccel.ops.device_kernels import SOURCE, DeviceKernels
 
 _SHIM = Path(__file__).with_name("cuda_on_host.h")
@@ -34,18 +34,26 @@ class HostRunner:
 
     Attributes:
         launched: the names of kernels, in the order of their launches.
+        compiled: the kernels that `cupy_kernels.KernelModule` would compile: names, and values of FIXED parameters.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._cupy = FakeCupy(functools.partial(run_on_host, library))
         self._lock = threading.Lock()
         self.launched: list[str] = []
+        self.compiled: set[tuple[str, tuple[object, ...]]] = set()
 
     def run(self, name: str, grid: tuple[int, int], threads: int, arguments: Sequence[object]) -> None:
         """Runs a kernel as `cupy_kernels.KernelModule.run` does, and returns when it has ended."""
         with self._lock:
             self.launched.append(name)
+            self.compiled.add((name, _constants_of()[name](arguments)))
             Function(self._cupy, name)(grid, (threads,), arguments, 0, SimpleNamespace(ptr=0))
+
+
+@functools.cache
+def _constants_of() -> Mapping[str, Callable[[Sequence[object]], tuple[object, ...]]]:
+    return constants_of(SOURCE.read_text(encoding="utf-8"))
 
 
 def run_on_host(library: ctypes.CDLL, launch: Launch) -> None:

@@ -29,7 +29,7 @@ from zeroaccel.comm import quantized
 from zeroaccel.logs import logger
 from zeroaccel.ops import Adam, cupy_kernels, device_kernels, reductions
 from zeroaccel.ops.cupy_kernels import OPTIONS, KernelError, KernelModule, kernel_names, open_cupy, with_constants
-from zeroaccel.ops.device_kernels import MANY, SOURCE, DeviceKernels, kernels_for
+from zeroaccel.ops.device_kernels import MANY, SOURCE, DeviceKernels, kernels_for, load_kernels
 
 CUDA = torch.device("cuda", 0)
 ARCHITECTURES = [80, 100, *(pytest.param(each, marks=pytest.mark.slow) for each in (70, 75, 86, 89, 90, 120))]
@@ -270,7 +270,7 @@ def test_backward_loads_no_kernel(
 ) -> None:
     cupy = FakeCupy(lambda one: run_on_host(host_library(800, cupy.sources[-1]), one))
     kernels = DeviceKernels(KernelModule(cupy, SOURCE.read_text(), DEVICE))
-    for module in (reductions, quantized):
+    for module in (reductions, quantized, device_kernels):
         monkeypatch.setattr(module, "kernels_for", lambda device: kernels)
     load(torch.device("cpu"))
     compiled = len(cupy.sources)
@@ -438,6 +438,30 @@ def test_devices_are_compiled_for_once_each(
     assert messages() == []
     assert kernels_for(torch.device("cpu")) is None
     assert len(cupy.sources) == 2
+
+
+def test_a_kernel_that_does_not_load_at_the_start_is_named_and_none_is_used(
+    messages: Callable[[], list[str]], current: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current[0] = 0
+    monkeypatch.setitem(
+        sys.modules, "cupy", FakeCupy(fails={"max_abs": OSError(28, "No space left", "/cache/a.cubin")})
+    )
+
+    def launch() -> None:
+        kernels = kernels_for(CUDA)
+        assert kernels is not None
+        kernels.max_abs_into(torch.zeros(3), torch.zeros(1, dtype=torch.int32))
+
+    for _ in range(2):
+        load_kernels(CUDA, launch)
+    load_kernels(torch.device("cpu"), launch)
+    assert kernels_for(CUDA) is None
+    assert messages() == [
+        "cuda:0: zeroaccel's kernels are not available; updates, norms and codes run as torch operations, with the same"
+        " results but several times the memory traffic: CuPy 14.0 (fake) on cuda:0: OSError: [Errno 28] No space left:"
+        " '/cache/a.cubin'; set CUPY_CACHE_DIR to a folder that only you can write to"
+    ]
 
 
 _ON_CPU = """

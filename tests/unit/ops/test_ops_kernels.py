@@ -33,7 +33,7 @@ def update_ir(kernel: Any, buffers: tuple[Any, ...], coefficients: int, dtype: A
     state = [np.zeros(8, np.float32), *(np.zeros(8, kind) for kind in buffers)]
     grad, out = (np.zeros(8, dtype) for _ in range(2))
     key = [] if kernel in (updates.sgd, updates.rmsprop) else [np.uint32(7)]
-    return compiled_ir(kernel, *state, grad, out, np.float32(0.5), *key, *[np.float32(0.5)] * coefficients)
+    return compiled_ir(kernel, *state, grad, out, (np.float32(0.5), *key, *[np.float32(0.5)] * coefficients))
 
 
 @pytest.mark.parametrize("dtype", NUMPY_DTYPES)
@@ -61,8 +61,12 @@ def test_rounding_at_random_is_made_of_vectors_of_32_bits(kernel: Any, buffers: 
 def test_reductions_are_vectors() -> None:
     squares = compiled_ir(kernels.square_sums, np.zeros(8, np.uint16), np.float64(1))
     assert re.search(r"fmul <\d+ x double>", squares)
-    largest = compiled_ir(kernels.largest_pattern, np.zeros(8, np.int16), np.int16(0x7FFF))
-    assert re.search(r"<\d+ x i\d+> @llvm\.[su]max", largest)
+    sums = np.zeros((1, 2), np.int64)
+    both = compiled_ir(
+        kernels.examine, np.zeros(8, np.uint16), np.zeros(8, np.int16), np.int16(0x7FFF), np.ones(1), sums
+    )
+    assert re.search(r"fmul <\d+ x double>", both)
+    assert re.search(r"<\d+ x i\d+> @llvm\.[su]max", both)
 
 
 def test_a_kernel_works_where_no_cache_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zeroaccel.config.bounds import open_regular
 from zeroaccel.errors import UsageError, listed
 from zeroaccel.logs import log_once
-from zeroaccel.ops.dispatch import in_spans, unowned_array
+from zeroaccel.ops.dispatch import array_of, in_spans
 from zeroaccel.ops.kernels import look_up
 from zeroaccel.zero.access.safetensors_file import TensorLocation, dtype_of, pread_into
 
@@ -228,7 +228,7 @@ class _LookedUp(Node):
             out.copy_(codes.to(self.dtype) if self.is_cast else self.table.to(out.device)[codes.int()])
             return
         values = out if out.dtype is self.dtype and out.is_contiguous() else torch.empty(out.shape, dtype=self.dtype)
-        into, table, array = (unowned_array(each) for each in (values, self.table, codes.view(torch.uint8)))
+        into, table, array = (array_of(each) for each in (values, self.table, codes.view(torch.uint8)))
         in_spans(out.numel(), partial(look_up, into, table, array))
         if values is not out:
             out.copy_(values)
