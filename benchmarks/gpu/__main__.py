@@ -242,7 +242,7 @@ def _unusable(arguments: argparse.Namespace) -> str | None:
     if arguments.rehearse and (reason := why_not()):
         return f"--rehearse: {reason}: run it in an environment with that"
     try:
-        import zeroaccel.config  # noqa: F401  # with what an environment for torch alone may lack
+        import zeroaccel.config  # noqa: F401  # with packages that an environment of torch may lack
     except Exception as error:
         page = "'Without a network' in benchmarks/gpu.md says how to take packages along"
         return f"{sys.executable} cannot import zeroaccel.config: {type(error).__name__}: {error}; {page}"

@@ -202,6 +202,8 @@ def test_a_torch_with_cuda_makes_no_predictions(
     (folder / "libtorch_cuda.so").touch()
     spec = SimpleNamespace(origin=str(tmp_path / "torch" / "__init__.py"))
     monkeypatch.setattr(guard_library.importlib.util, "find_spec", lambda name: spec)
+    predictions = importlib.import_module("predictions")
+    monkeypatch.setattr(predictions, "predict", lambda size: pytest.fail("it would end with an error of the library"))
     assert gpu(*parts, "--out", tmp_path) == 0
     reason = "the CUDA model replaces CUDA, so it needs torch's build for CPUs"
     assert f"no predictions: {reason}\n" in capfd.readouterr().out
