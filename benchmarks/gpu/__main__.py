@@ -4,12 +4,13 @@
     python benchmarks/gpu PART ... [--limit SECONDS] [--kept]
 
 Without names, the stages of the campaign (`campaign.py`) run: both calls, or one of them, which has a limit. Each stage
-or part runs in a separate process with its own limit, so that one that fails or hangs costs no other. FOLDER gets each
-figure as JSON immediately, and after each stage `gpu-DATE.md`, a page with the table of all. A later call skips the
-stages that this tree has completed in FOLDER on a device of the same kind; a named part always runs.
+or part runs in a separate process with its own limit, so that one that fails or hangs costs no other. FOLDER gets four
+files: `figures.jsonl`, each figure immediately; `gpu-DATE.md`, a page with the table of all, after each stage; `log`,
+all output; and `predictions.json`. A later call skips the stages that this tree has completed in FOLDER on a device of
+the same kind; a named part always runs.
 
-Predictions are made on a machine without a device, and before named parts; FOLDER may come from that machine. Without a
-CUDA device, stages and parts are skipped by name; with `--rehearse`, they run on the stream model.
+Predictions are made with torch's build for CPUs; FOLDER may come from a machine that has it. Without a CUDA device,
+stages and parts are skipped by name; with `--rehearse`, they run on the stream model, with the same build.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from typing import TYPE_CHECKING
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
 
-from figures import Figure, table  # noqa: E402
+from figures import Figure, FigureFile, Section, table  # noqa: E402
 
 if TYPE_CHECKING:
     from campaign import Call
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 __all__: list[str] = []
 
 LIMIT_SECONDS = 600.0
-_IN_USE = "predictions-in-use.json"
+_FIGURES = "figures.jsonl"
 _LEAST_SECONDS = 15.0  # a stage that has less left is not started
 _SOURCES = ("zeroaccel", "benchmarks/gpu", "tests/cuda_model")
 _PACKAGES = ("torch", "cupy-cuda12x", "cupy-cuda13x", "numpy", "numba", "transformers", "deepspeed", "triton")
@@ -51,6 +52,9 @@ def main() -> int:
     arguments = _arguments()
     if arguments.only:
         return _run_here(arguments)
+    if wrong := _unusable(arguments):
+        print(f"benchmarks/gpu: {wrong}", file=sys.stderr)
+        return 2
     folder = Path(arguments.out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -83,7 +87,10 @@ class _Campaign:
         self._why = None if arguments.rehearse else _no_gpu()
         self._card = "the stream model" if arguments.rehearse else _card()
         self._tree = _tree()
+        self._state = {"tree": self._tree, "size": arguments.size, "card": self._card}
+        self._file = FigureFile(folder / _FIGURES)
         self._names: list[str] = []
+        self._skipped: dict[str, Section] = {}  # not in the file, whose figures of a device they would replace
         self._predictions = self._predict()
         self.failed = False
 
@@ -101,7 +108,8 @@ class _Campaign:
                 print(f"--- {name}: skipped: {self._folder} has its figures for this tree", flush=True)
             elif left < _LEAST_SECONDS:
                 self.failed = True
-                self._note(name, [], f"failed: no time was left in call {number}")
+                self._file.begin(name, self._state)
+                self._note(name, f"failed: no time was left in call {number}")
             else:
                 # This stage may use the time that earlier ones have saved: a limit cuts it in the middle.
                 self.run(name, min(max(seconds, left - later), left))
@@ -110,17 +118,14 @@ class _Campaign:
         """Runs one stage or part, and writes its section and the page."""
         print(f"--- {name}", flush=True)
         if self._why is None:
-            begun = time.monotonic()
-            figures, outcome = _run_apart(name, seconds, self._arguments, self._folder)
-            state = {"tree": self._tree, "size": self._arguments.size, "card": self._card}
-            if not outcome.startswith("failed"):
-                state |= {"seconds": time.monotonic() - begun}
-                self._state_file(name).write_text(json.dumps(state))
+            self._file.begin(name, self._state)
+            outcome = _run_apart(name, seconds, self._arguments, self._folder, self._predictions)
+            self.failed |= outcome.startswith("failed")
+            self._note(name, outcome)
         else:
             figures = [Figure(key, None, "", value) for key, value in self._predictions.items() if _belongs(key, name)]
-            outcome = f"skipped: {self._why}"
-        self.failed |= outcome.startswith("failed")
-        self._note(name, figures, outcome)
+            self._skipped[name] = Section(self._state, figures, f"skipped: {self._why}")
+            self._show(name)
 
     def write(self) -> Path:
         """Writes the page of all sections; returns its path."""
@@ -133,39 +138,34 @@ class _Campaign:
             *(["", "**A rehearsal: no figure is a measurement.**"] if self._arguments.rehearse else []),
             "",
         ]
-        names = [name for name in _parts() if name in self._names or self._arguments.kept or self._is_done(name)]
-        sections = [file.read_text() for name in names if (file := self._folder / f"{name}.md").exists()]
+        sections, lines = {**self._file.sections(), **self._skipped}, []
+        for name, function in _parts().items():
+            if name in sections and (name in self._names or self._arguments.kept or self._is_done(name)):
+                section = sections[name]
+                lines += [f"## {name}", "", (function.__doc__ or "").strip(), "", section.outcome, ""]
+                lines += [*table(section.figures), ""] if section.figures else []
         page = self._folder / f"gpu-{today}.md"
-        page.write_text("\n".join([*head, *sections]))
+        page.write_text("\n".join([*head, *lines]))
         return page
 
-    def _note(self, name: str, figures: list[Figure], outcome: str) -> None:
-        self._names.append(name)
-        section = [f"## {name}", "", (_parts()[name].__doc__ or "").strip(), "", outcome, ""]
-        (self._folder / f"{name}.md").write_text("\n".join([*section, *(table(figures) if figures else []), ""]))
-        print("\n".join([outcome, *table(figures)]) if figures else outcome, flush=True)
-        self.write()
+    def _note(self, name: str, outcome: str) -> None:
+        self._file.end(name, outcome)
+        self._show(name)
 
-    def _state_file(self, name: str) -> Path:
-        return self._folder / f"{name}.done.json"
+    def _show(self, name: str) -> None:
+        self._names.append(name)
+        section = {**self._file.sections(), **self._skipped}[name]
+        print("\n".join([section.outcome, *(table(section.figures) if section.figures else [])]), flush=True)
+        self.write()
 
     def _is_done(self, name: str) -> bool:
         """Returns True if the folder has all figures of a stage for this tree, size and card."""
-        try:
-            state = json.loads(self._state_file(name).read_text())
-        except (OSError, ValueError):
-            return False
-        wanted = {"tree": self._tree, "size": self._arguments.size, "card": self._card}
-        return isinstance(state, dict) and wanted.items() <= state.items()
+        section = self._file.sections().get(name)
+        return section is not None and section.state == self._state and not section.outcome.startswith("failed")
 
     def _predict(self) -> dict[str, float]:
         """Returns predictions of the stream model, or those in the folder; none with --no-predictions."""
-        predictions = self._find_predictions()
-        (self._folder / _IN_USE).write_text(json.dumps(predictions))  # for the processes of parts
-        return predictions
-
-    def _find_predictions(self) -> dict[str, float]:
-        from predictions import predict
+        from predictions import predict, why_not
 
         file = self._folder / "predictions.json"
         state = {"tree": self._tree, "size": self._arguments.size}
@@ -177,8 +177,11 @@ class _Campaign:
         begun = time.monotonic()
         if self._arguments.no_predictions:
             return {}
+        why_none = why_not()
         if self._why is None and not self._arguments.parts:
-            print(f"no predictions: {file} is missing or of other code; a call on a device has no time to make them")
+            why_none = f"{file} is missing or of other code; a call on a device has no time to make them"
+        if why_none:
+            print(f"no predictions: {why_none}", flush=True)
             return {}
         predictions = predict(self._arguments.size)
         file.write_text(json.dumps({"of": state, **predictions}, indent=1))
@@ -237,6 +240,20 @@ def _arguments() -> argparse.Namespace:
     return arguments
 
 
+def _unusable(arguments: argparse.Namespace) -> str | None:
+    """Returns a reason for which every stage would fail, with a remedy; None if there is none."""
+    from predictions import why_not
+
+    if arguments.rehearse and (reason := why_not()):
+        return f"--rehearse: {reason}: run it in an environment with that"
+    try:
+        import zeroaccel.config  # noqa: F401  # with packages that an environment of torch may lack
+    except Exception as error:
+        page = "'Without a network' in benchmarks/gpu.md says how to take packages along"
+        return f"{sys.executable} cannot import zeroaccel.config: {type(error).__name__}: {error}; {page}"
+    return None
+
+
 def _no_gpu() -> str | None:
     import torch
 
@@ -271,46 +288,49 @@ def _tree() -> str:
     return digest.hexdigest()[:12]
 
 
-def _run_apart(name: str, seconds: float, arguments: argparse.Namespace, folder: Path) -> tuple[list[Figure], str]:
-    """Runs a part in a separate process; returns its figures and how it ended."""
+def _run_apart(
+    name: str, seconds: float, arguments: argparse.Namespace, folder: Path, predictions: Mapping[str, float]
+) -> str:
+    """Runs a part in a separate process, which gets the predictions as its input; returns how it ended."""
     command = [sys.executable, str(HERE), "--only", name, "--size", arguments.size]
     command += ["--limit", str(seconds), "--out", str(folder), *(["--rehearse"] if arguments.rehearse else [])]
-    file = folder / f"{name}.jsonl"
-    file.unlink(missing_ok=True)
     begun = time.monotonic()
     command += ["--begun", str(begun)]
-    with (folder / f"{name}.log").open("w") as log:
+    with (folder / "log").open("a") as log:
+        start = log.tell()
+        log.write(f"=== {name}\n")
+        log.flush()
         try:
-            code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=seconds).returncode
+            done = subprocess.run(
+                command, input=json.dumps(predictions), text=True, stdout=log, stderr=subprocess.STDOUT, timeout=seconds
+            )
+            code = done.returncode
             outcome = f"{time.monotonic() - begun:.0f} s" if code == 0 else f"failed with exit status {code}"
         except subprocess.TimeoutExpired:
             outcome = f"failed: more than {seconds:.0f} s"
     if outcome.startswith("failed"):
-        outcome += f"; the end of its log: {(folder / f'{name}.log').read_text()[-1500:]}"
-    lines = file.read_text().splitlines() if file.exists() else []
-    return [Figure(**json.loads(line)) for line in lines], outcome
+        written = (folder / "log").read_bytes()[start:].decode(errors="replace")
+        outcome += f"; the end of its log: {written[-1500:]}"
+    return outcome
 
 
 def _run_here(arguments: argparse.Namespace) -> int:
-    folder = Path(arguments.out)
-    with (folder / f"{arguments.only}.jsonl").open("w") as file:
+    file = FigureFile(Path(arguments.out) / _FIGURES)
 
-        def report(figure: Figure) -> None:
-            print(figure, flush=True)
-            file.write(json.dumps(figure.as_json()) + "\n")
-            file.flush()
+    def report(figure: Figure) -> None:
+        print(figure, flush=True)
+        file.add(arguments.only, figure)
 
-        try:
-            if arguments.rehearse:
-                return _rehearse(arguments.only, report)
-            from parts import Run
+    try:
+        if arguments.rehearse:
+            return _rehearse(arguments.only, report)
+        from parts import Run
 
-            predictions = dict(_numbers(json.loads((folder / _IN_USE).read_text())))
-            seconds = arguments.limit - (time.monotonic() - arguments.begun)  # imports count
-            _parts()[arguments.only](Run(arguments.size, seconds, report, predictions))
-        except Exception:
-            traceback.print_exc()
-            return 1
+        seconds = arguments.limit - (time.monotonic() - arguments.begun)  # imports count
+        _parts()[arguments.only](Run(arguments.size, seconds, report, json.load(sys.stdin)))
+    except Exception:
+        traceback.print_exc()
+        return 1
     return 0
 
 

@@ -60,7 +60,11 @@ def test_every_part_is_skipped_by_name(
 
 def test_figures_of_earlier_runs_are_kept(gpu: Callable[..., int], tmp_path: Path) -> None:
     (tmp_path / "predictions.json").write_text('{"stage 2/waits": 1.0}')
-    (tmp_path / "memory.md").write_text("## memory\n\nof another machine\n")
+    figures = importlib.import_module("figures")
+    file = figures.FigureFile(tmp_path / "figures.jsonl")
+    file.begin("memory", {"card": "another"})
+    file.add("memory", figures.Figure("peak", 7.0, "GiB", note="of another machine"))
+    file.end("memory", "9 s")
     assert gpu("waits", "--kept", "--out", tmp_path) == 0
     [report] = tmp_path.glob("gpu-*.md")
     text = report.read_text()
@@ -77,8 +81,9 @@ name, folder = sys.argv[sys.argv.index("--only") + 1], pathlib.Path(sys.argv[sys
 with (folder / "started").open("a") as file:
     file.write(name + "\\n")
 figure = {"name": f"speed of {name}", "value": 7.0, "unit": "GB/s", "predicted": 6.0, "note": ""}
-with (folder / f"{name}.jsonl").open("w") as file:
-    file.write(json.dumps(figure) + "\\n")
+with (folder / "figures.jsonl").open("a") as file:
+    file.write(json.dumps({"part": name, "figure": figure}) + "\\n")
+print("predictions:", json.load(sys.stdin))
 if (folder / f"{name} hangs").exists():
     time.sleep(60)
 """
@@ -119,6 +124,7 @@ def test_a_cut_loses_one_stage_and_a_later_call_repeats_only_that(gpu: Callable[
         assert f"| speed of {name} | 7 GB/s | 6 GB/s |  |" in text
     [limit] = re.findall(r"failed: more than (\d+) s", text)
     assert 5 < int(limit) <= 10, "its limit, and what the first stage has saved"
+    assert text.count("predictions: {}") == 1, "the end of its log, and of no other's"
 
     (folder / "host_update hangs").unlink()
     assert gpu("--call", 1, "--out", folder) == 0
@@ -146,6 +152,83 @@ def test_changed_code_is_measured_again(gpu: Callable[..., int], tmp_path: Path)
 def test_no_two_rows_of_updates_are_the_same(program: ModuleType) -> None:
     configs = [load_config(config) for config in importlib.import_module("campaign")._UPDATES.values()]
     assert all(one != other for one, other in itertools.combinations(configs, 2))
+
+
+@pytest.mark.usefixtures("device")
+def test_a_call_leaves_few_files_and_figures_outlast_a_look_without_a_device(
+    gpu: Callable[..., int], program: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "out"
+    assert gpu("--call", 1, "--out", folder) == 0
+    assert {file.name for file in folder.iterdir()} - {"started"} == {"figures.jsonl", "log", page_name(folder)}
+    monkeypatch.setattr(program, "_no_gpu", lambda: "no device")
+    monkeypatch.setattr(program, "_card", lambda: "no device")
+    assert gpu("--call", 1, "--no-predictions", "--out", folder) == 0
+    assert "skipped: no device" in (folder / page_name(folder)).read_text()
+    monkeypatch.setattr(program, "_no_gpu", lambda: None)
+    monkeypatch.setattr(program, "_card", lambda: "a card")
+    assert gpu("--call", 1, "--out", folder) == 0
+    assert len((folder / "started").read_text().split()) == 3
+    assert (folder / page_name(folder)).read_text().count("| 7 GB/s |") == 3
+
+
+def page_name(folder: Path) -> str:
+    [page] = folder.glob("gpu-*.md")
+    return page.name
+
+
+def test_a_cut_of_a_call_keeps_the_figures_before_it(program: ModuleType, tmp_path: Path) -> None:
+    figures, path = importlib.import_module("figures"), tmp_path / "figures.jsonl"
+    file, state = figures.FigureFile(path), {"tree": "a"}
+    for name in ("facts", "waits"):
+        file.begin(name, state)
+        for value in (1.0, 2.0):
+            file.add(name, figures.Figure(f"of {name}", value))
+        file.end(name, "3 s")
+    for nbytes in range(len(path.read_bytes())):
+        (tmp_path / "cut").write_bytes(path.read_bytes()[: -nbytes or None])
+        kept = figures.FigureFile(tmp_path / "cut")
+        before = kept.sections()
+        assert all(section.state == state for section in before.values())
+        kept.begin("later", state)
+        kept.end("later", "1 s")
+        after = kept.sections()
+        assert after.pop("later").outcome == "1 s", "an unfinished line takes the next one with it"
+        assert after == before
+    assert [figure.value for figure in file.sections()["facts"].figures] == [1.0, 2.0]
+    assert file.sections()["waits"].outcome == "3 s"
+    file.begin("facts", {"tree": "b"})
+    assert file.sections()["facts"] == figures.Section({"tree": "b"}, [], "failed: it was cut")
+
+
+@pytest.mark.parametrize("parts", [(), ("waits",)], ids=["campaign", "a part"])
+def test_a_torch_with_cuda_makes_no_predictions(
+    parts: tuple[str, ...], gpu: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    """Its library of CUDA and that of the model exclude each other."""
+    folder = tmp_path / "torch" / "lib"
+    folder.mkdir(parents=True)
+    (folder / "libtorch_cuda.so").touch()
+    spec = SimpleNamespace(origin=str(tmp_path / "torch" / "__init__.py"))
+    monkeypatch.setattr(guard_library.importlib.util, "find_spec", lambda name: spec)
+    predictions = importlib.import_module("predictions")
+    monkeypatch.setattr(predictions, "predict", lambda size: pytest.fail("it would end with an error of the library"))
+    assert gpu(*parts, "--out", tmp_path) == 0
+    reason = "the CUDA model replaces CUDA, so it needs torch's build for CPUs"
+    assert f"no predictions: {reason}\n" in capfd.readouterr().out
+    assert not (tmp_path / "predictions.json").exists(), "a later call with the other build makes them"
+    assert gpu(*parts, "--rehearse", "--size", "small", "--out", tmp_path) == 2
+    assert f"benchmarks/gpu: --rehearse: {reason}: run it in" in capfd.readouterr().err
+
+
+def test_a_missing_package_is_named_before_any_stage(
+    gpu: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "zeroaccel.config", None)
+    assert gpu("--no-predictions", "--out", tmp_path / "out") == 2
+    assert "cannot import zeroaccel.config: ModuleNotFoundError" in (error := capsys.readouterr().err)
+    assert "'Without a network' in benchmarks/gpu.md" in error
+    assert not (tmp_path / "out").exists()
 
 
 def test_limits_fit_the_calls(program: ModuleType) -> None:
