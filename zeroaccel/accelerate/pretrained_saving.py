@@ -21,7 +21,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.nested import map_tensors
 from zeroaccel.zero.access.lazy_tensors import LazyTensor, materialized
 from zeroaccel.zero.access.load_safetensors import SafetensorsFolder
-from zeroaccel.zero.module_names import plain_modules, plain_names
+from zeroaccel.zero.module_names import plain_modules
 from zeroaccel.zero.tensor_subclasses import inner_tensors, is_wrapper, rewrapped
 
 _ENGINES: weakref.WeakSet[EngineBase] = weakref.WeakSet()
@@ -75,23 +74,21 @@ def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def save_pretrained(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
-        model = bound.args[0]
-        engine_and_prefix = _engine_of(model) if bound.arguments.get("state_dict") is None else None
+        model, state = bound.args[0], bound.arguments.get("state_dict")
+        engine_and_prefix = _engine_of(model) if state is None else None
         if engine_and_prefix is None:
-            return original(*args, **kwargs)
+            is_main = bound.arguments.get("is_main_process", True)
+            # This rank has no values, and rank 0 writes; transformers 4 would write here as well.
+            is_without_values = not is_main and any(isinstance(v, Tensor) and v.is_meta for v in (state or {}).values())
+            return None if is_without_values else original(*args, **kwargs)
         engine, prefix = engine_and_prefix
         collectives = engine.collectives.job
-        tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-        plain = plain_names(model)
-        names = [plain(name) for name, _ in tensors]
         gathered = _gathered_before(engine, model, bound.arguments)
-        if collectives.rank != 0:
-            bound.arguments["is_main_process"] = False  # this rank has no values; rank 0 writes
 
         def save(state: dict[str, Any]) -> Any:
+            if collectives.rank != 0:
+                return None
             inside = {name.removeprefix(prefix): state.pop(name) for name in list(state) if name.startswith(prefix)}
-            if collectives.rank != 0:  # transformers looks tensors without values up in the model, which lacks scales
-                inside = {name: inside[name] for name in names if name in inside and not is_wrapper(inside[name])}
             if any(map(is_wrapper, inside.values())):  # torchao's writer accepts its classes with plain tensors only
                 inside = {name: _in_full(value) for name, value in inside.items()}
             bound.arguments["state_dict"] = inside
@@ -102,7 +99,7 @@ def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
                     result = original(*bound.args, **bound.kwargs)
             finally:
                 del vars(model)["state_dict"]
-            if collectives.rank == 0 and bound.arguments.get("is_main_process", True):
+            if bound.arguments.get("is_main_process", True):
                 folder = Path(bound.arguments["save_directory"])
                 with suppress(UsageError, OSError):  # a folder of adapters
                     compare_with_source(model, SafetensorsFolder(folder).tensors, folder)

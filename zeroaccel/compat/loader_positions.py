@@ -105,6 +105,7 @@ def skipping(original: Callable[..., Any]) -> Callable[..., Any]:
             batches *= _ranks()  # its sampler has the batches of all ranks
         result = original(dataloader, batches)
         if hasattr(result, "iteration"):
+            result.iteration = dataloader.iteration  # accelerate 1.10 begins a copy with the first epoch
             vars(result)[_SOURCE] = source, before + num_batches
         return result
 

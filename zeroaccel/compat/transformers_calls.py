@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from zeroaccel.accelerate import pretrained_saving
 from zeroaccel.comm.stop_notice import stop_notice
@@ -176,9 +175,9 @@ def _from_the_model(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _sparing(trainer: Any, engine: EngineBase) -> Iterator[None]:
-    """Lets the Trainer's accelerator keep this engine and its optimizer, as long as the Trainer uses the engine."""
-    accelerator, optimizer = trainer.accelerator, trainer.optimizer
-    free, prepare = accelerator.free_memory, accelerator.prepare
+    """Lets Trainer and accelerator keep this engine and its optimizer, as long as the Trainer uses the engine."""
+    accelerator, optimizer, before = trainer.accelerator, trainer.optimizer, dict(vars(trainer))
+    free, create = accelerator.free_memory, trainer.create_optimizer
 
     def free_memory(*objects: Any) -> Any:
         if trainer.model_wrapped is not engine:  # a new model of `model_init`
@@ -189,17 +188,21 @@ def _sparing(trainer: Any, engine: EngineBase) -> Iterator[None]:
         accelerator._models, accelerator._optimizers = [engine], [optimizer]
         return result
 
-    def prepare_others(*objects: Any, **options: Any) -> Any:
-        # transformers makes another optimizer, of the sharded parameters, and prepares it without the model.
-        if trainer.model_wrapped is engine and len(objects) == 1 and isinstance(objects[0], Optimizer):
-            return optimizer
-        return prepare(*objects, **options)
+    def create_optimizer(*args: Any, **kwargs: Any) -> Any:
+        # transformers drops the optimizer first. Another one would have the sharded parameters, and transformers 4
+        # would schedule and step that one.
+        if trainer.model_wrapped is not engine:
+            return create(*args, **kwargs)
+        trainer.optimizer = optimizer
+        return optimizer
 
-    accelerator.free_memory, accelerator.prepare = free_memory, prepare_others
+    accelerator.free_memory, trainer.create_optimizer = free_memory, create_optimizer
     try:
         yield
     finally:
-        del accelerator.free_memory, accelerator.prepare
+        del accelerator.free_memory, trainer.create_optimizer
+        if "create_optimizer" in before:  # replaced by the user, in this trainer
+            trainer.create_optimizer = create
 
 
 def warn_of_dropped_optimizer(trainer: Any) -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.job import FACADE, run_job
+from tests.support.libraries import NEEDS_CONVERSIONS
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
+pytestmark = NEEDS_CONVERSIONS
 REFUSED = {
     "other sizes": "You set `ignore_mismatched_sizes` to `False`",
     "device_map": "DeepSpeed Zero-3 is not compatible with passing a `device_map`",

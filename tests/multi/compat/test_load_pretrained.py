@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.job import FACADE, run_job
+from tests.support.libraries import NEEDS_CONVERSIONS
 
 pytest.importorskip("transformers")
 SCRIPT = "tests/multi/compat/load_pretrained.py"
@@ -32,6 +33,7 @@ def test_weights_and_names_are_those_of_one_process(tmp_path: Path) -> None:
         assert read <= 1.05
 
 
+@NEEDS_CONVERSIONS
 @pytest.mark.parametrize(
     "settings", [{}, pytest.param({"zero_hpz_partition_size": 2}, marks=pytest.mark.slow), {"mics_shard_size": 2}]
 )
@@ -64,6 +66,7 @@ SAID = {
 }
 
 
+@NEEDS_CONVERSIONS
 @pytest.mark.parametrize("stage", [2, 3])
 def test_damaged_checkpoints_are_named_on_every_rank(tmp_path: Path, stage: int) -> None:
     result = run_job(2, "tests/multi/compat/load_damaged.py", [tmp_path, stage], timeout=90, imports=FACADE)
@@ -81,6 +84,7 @@ def test_damaged_checkpoints_are_named_on_every_rank(tmp_path: Path, stage: int)
 PICKLES = ("bin/qwen3_moe:Qwen3MoeForCausalLM", "one-bin/bert:BertForMaskedLM", "old-bin/t5:T5ForConditionalGeneration")
 
 
+@NEEDS_CONVERSIONS
 def test_pickles_are_read_as_on_one_process(tmp_path: Path) -> None:
     result = run_job(2, SCRIPT, [tmp_path, *PICKLES], timeout=120, imports=FACADE)
     assert result.returncode == 0, result.stderr
@@ -95,6 +99,7 @@ QUANTIZED = ("fp8-blocks/qwen3_moe:Qwen3MoeForCausalLM", "mxfp4/gpt_oss:GptOssFo
 OTHER_SCALES = tuple(f"fp8-{scales}/qwen3:Qwen3ForCausalLM" for scales in ("ue8m0", "channels", "tensors"))
 
 
+@NEEDS_CONVERSIONS
 @pytest.mark.parametrize("names", [QUANTIZED, pytest.param(OTHER_SCALES, marks=pytest.mark.slow)])
 def test_quantized_checkpoints_are_dequantized_as_on_one_process(tmp_path: Path, names: tuple[str, ...]) -> None:
     result = run_job(2, SCRIPT, [tmp_path, *names], timeout=120, imports=FACADE)

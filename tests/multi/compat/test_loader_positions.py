@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.job import JobResult, run_job
+from tests.support.libraries import TRANSFORMERS_4
 from tests.support.refusals import refused
 from zeroaccel.compat.loader_positions import loading
 from zeroaccel.errors import CheckpointError
@@ -25,7 +27,8 @@ def _rows(result: JobResult) -> list[Any]:
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_resumed_script_reads_the_batches_that_would_have_come(processes: int, tmp_path: Path) -> None:
-    rows = _rows(run_job(processes, SCRIPT, [tmp_path], timeout=120))
+    # On Python 3.10, a forked rank hung in its fork of a loader's worker; a new interpreter does not.
+    rows = _rows(run_job(processes, SCRIPT, [tmp_path], timeout=120, fresh=sys.version_info < (3, 11)))
     assert len(rows) == {1: 42, 2: 96}[processes]
     assert [name for name, equal in rows if not equal] == []
 
@@ -35,7 +38,10 @@ def test_a_resumed_trainer_reads_the_batches_that_would_have_come(tmp_path: Path
     rows = _rows(run_job(2, "tests/multi/compat/resumed_trainer.py", [tmp_path, *kinds], timeout=120))
     assert sorted(kind for kind, *_ in rows) == sorted(2 * kinds)
     for kind, equal, rest, again, _ in rows:
-        assert equal, (kind, rest, again)
+        batches, batches_again = ([batch for _, batch in run] for run in (rest, again))
+        assert batches == batches_again, kind
+        # transformers 4 makes no step of a resumed epoch's last batches if they are too few for one: the next has them.
+        assert equal or (TRANSFORMERS_4 and kind != "stream"), (kind, rest, again)
         assert len(again) == (17 if kind == "stream" else 20)
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.job import FACADE, run_job
+from tests.support.libraries import NEEDS_CONVERSIONS
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
+pytestmark = NEEDS_CONVERSIONS
 
 
 def _saved(folder: Path, name: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.job import run_command
+from tests.support.libraries import TRANSFORMERS_4
 
 pytest.importorskip("transformers")
 
@@ -61,7 +62,11 @@ def test_saves_have_the_names_of_the_source(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "zeroaccel.cli", "launch", *flags, tmp_path / "script.py", tmp_path]
     result = run_command(command, timeout=120.0)
     assert result.returncode == 0, result.stderr
-    (line,) = [each for each in result.stderr.splitlines() if "differs from its source" in each]
+    lines = [each for each in result.stderr.splitlines() if "differs from its source" in each]
+    if TRANSFORMERS_4:  # it converts no weights, so the last save has the source's names as well
+        assert lines == []
+        return
+    (line,) = lines
     assert f"{tmp_path / 'renamed'} differs from its source {tmp_path / 'source'}" in line
     names = "model.layers.0.mlp.experts.down_proj; model.layers.0.mlp.experts.gate_up_proj"
     assert f"2 names that the files do not have: {names}" in line

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroaccel
+from tests.support.libraries import NEEDS_EXPERTS
 from tests.support.mixtures import MIXTURE_VOCABULARY, small_mixture
 from tests.support.pool import Ranks
 from tests.support.training import ADAMW, SGD, Run, config, differences, finished, offloaded, recording, train_step
@@ -21,6 +22,7 @@ from zeroaccel.zero.param_unit import FlatBuffer
 from zeroaccel.zero.wrap_policy import LeafRules, group_parameters
 
 pytest.importorskip("transformers")
+pytestmark = NEEDS_EXPERTS
 
 LAYERS, HIDDEN, INNER, EXPERTS = 3, 64, 64, 16
 SIZES = {"num_hidden_layers": LAYERS, "hidden_size": HIDDEN, "intermediate_size": INNER, "num_local_experts": EXPERTS}

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroaccel
 from tests.support.checkpoint_runs import train as train_steps
+from tests.support.libraries import TRANSFORMERS_4
 from tests.support.pool import Ranks
 from tests.support.refusals import message, refused
 from tests.support.training import plain_step, train_step
@@ -691,7 +692,8 @@ def test_save_pretrained_of_a_live_quantized_model_writes_codes_and_scales(
     ranks: Ranks, tmp_path: Path, kind: str
 ) -> None:
     _require(kind)
-
+    if kind == "stand-in" and TRANSFORMERS_4:
+        pytest.skip("quantizers of transformers 4 must have methods that those of 5 inherit")
     _save_llama(tmp_path)
     assert ranks(2).run(_whole_saved, str(tmp_path), kind) == [True, True]
 

@@ -96,6 +96,10 @@ def _size(name: str, value: int, index: int) -> int:
     return value
 
 
+# Settings of `generate`, which configs of transformers 4 have: a save refuses them without the settings that they need.
+_GENERATION = getattr(transformers.PretrainedConfig, "_get_global_generation_defaults", dict)()
+
+
 class _Shrinking:
     """Reduces the fields of one config and its sub-configs; token ids stay distinct and inside the vocabulary."""
 
@@ -109,6 +113,8 @@ class _Shrinking:
 
     def _field(self, name: str, value: Any, layers: set[int]) -> Any:
         if isinstance(value, bool) or value is None or name in ("id2label", "label2id", "dtype", "torch_dtype"):
+            return value
+        if name in _GENERATION:
             return value
         if name == "per_layer_config":
             return {index: each for index, each in value.items() if int(index) < 2}
