@@ -60,11 +60,11 @@ ENVIRONMENT_READERS = {
 # Folder -> its limit of code lines. A commit that raises a limit states the reason.
 MAX_CODE_LINES: Mapping[str, int] = {
     "": 1220,
-    "accelerate": 4264,
+    "accelerate": 4260,
     "checkpoint": 7008,
     "cli": 7365,
     "comm": 3914,
-    "compat": 4347,
+    "compat": 4350,
     "config": 4583,
     "data": 1005,
     "estimate": 2148,
