@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
-from pytest import approx
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -116,7 +116,8 @@ def _bytes_of_a_start(stage: int, dtype: torch.dtype, precision: str) -> tuple[f
         for param, value in zip(model.parameters(), values, strict=True):
             assert torch.equal(param, value.bfloat16() if precision == "bf16" else value)
             master = safe_get_full_fp32_param(param)
-            assert master is not None and torch.equal(master, value.float())
+            assert master is not None
+            assert torch.equal(master, value.float())
     engine.destroy()
     return written.copied / numel, written.allocated / numel
 
@@ -124,15 +125,15 @@ def _bytes_of_a_start(stage: int, dtype: torch.dtype, precision: str) -> tuple[f
 def test_a_start_copies_weights_once_into_each_memory_that_stays(own_job: None) -> None:
     fp32, bf16 = torch.float32, torch.bfloat16
     # The memory of the fp32 values becomes the masters; the 16-bit weights are a copy of them.
-    assert _bytes_of_a_start(2, fp32, "bf16") == approx((4 + 2, 4 + 2))
+    assert _bytes_of_a_start(2, fp32, "bf16") == pytest.approx((4 + 2, 4 + 2))
     # Parameters in the dtype of their buffer are copied into it, and from there to the masters.
-    assert _bytes_of_a_start(2, bf16, "bf16") == approx((2 + 4, 2 + 4))
-    assert _bytes_of_a_start(2, fp32, "fp32") == approx((4, 4))
+    assert _bytes_of_a_start(2, bf16, "bf16") == pytest.approx((2 + 4, 2 + 4))
+    assert _bytes_of_a_start(2, fp32, "fp32") == pytest.approx((4, 4))
 
 
 def test_ranks_start_with_memory_for_the_initial_values_of_one_unit(ranks: Ranks) -> None:
     of_one_unit = 4 / 8
     for stage, of_shards in ((2, 0), (3, 2 / 2)):
         for copied, allocated in ranks(2).run(_bytes_of_a_start, stage, torch.float32, "bf16"):
-            assert copied == approx(4 + 2 + 4 / 2 + of_shards, rel=1e-3)  # besides, the ranks compare facts
-            assert allocated == approx(2 + 4 / 2 + of_shards + of_one_unit, rel=1e-3)
+            assert copied == pytest.approx(4 + 2 + 4 / 2 + of_shards, rel=1e-3)  # besides, the ranks compare facts
+            assert allocated == pytest.approx(2 + 4 / 2 + of_shards + of_one_unit, rel=1e-3)
