@@ -389,26 +389,28 @@ def test_settings_that_lock_masters(
     assert _tiers(monkeypatch, device, **sections).pins_masters == pins
 
 
-def _planned(monkeypatch: pytest.MonkeyPatch, master_weights: str) -> tuple[Adam, TierSet]:
-    """Returns an optimizer and tiers of 1,500,000 bf16 weights, with masters and states on the host of a device."""
+def _planned(
+    monkeypatch: pytest.MonkeyPatch, master_weights: str, *, dtype: torch.dtype = torch.bfloat16, stage: int = 3
+) -> tuple[Adam, BufferPlan, TierSet]:
+    """Returns an optimizer and tiers of 1,500,000 weights, with masters and states on the host of a device."""
     monkeypatch.setattr(placement, "CopyStream", lambda device, pinned: None)
-    sections = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+    sections = {"offload_optimizer": {"device": "cpu"}, **({"offload_param": {"device": "cpu"}} if stage == 3 else {})}
     document = {
-        "zero_optimization": {"stage": 3, **sections},
-        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage, **sections},
+        "bf16": {"enabled": dtype is torch.bfloat16},
         "data_types": {"master_weights": master_weights},
         "train_micro_batch_size_per_gpu": 1,
     }
     param = torch.nn.Parameter(torch.linspace(-1, 1, 1_500_000))
     layout = FlatLayout.build([("a", tuple(param.shape))], 1)
-    plan = BufferPlan("a/0", 0, layout, (param,), torch.bfloat16, (0,), persistent=False)
+    plan = BufferPlan("a/0", 0, layout, (param,), dtype, (0,), persistent=False)
     optimizer = Adam([param])
-    rules = OffloadRules.of(load_config(document), TierPlan("host", "host"))
-    return optimizer, placement.plan_tiers(rules, [plan], optimizer, torch.device("cuda"))
+    rules = OffloadRules.of(load_config(document), TierPlan("host" if stage == 3 else "device", "host"))
+    return optimizer, plan, placement.plan_tiers(rules, [plan], optimizer, torch.device("cuda"))
 
 
 def test_states_that_no_device_copies_are_not_locked(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    optimizer, _ = _planned(monkeypatch, "fp32")
+    optimizer, *_ = _planned(monkeypatch, "fp32")
     param, plain = optimizer.param_groups[0]["params"][0], Adam([torch.linspace(-1, 1, 1_500_000)])
     populated: list[int] = []
     populate = page_locked._Pages.populate
@@ -425,8 +427,21 @@ def test_states_that_no_device_copies_are_not_locked(runtime: Runtime, monkeypat
     assert torch.equal(param, plain.param_groups[0]["params"][0])
 
 
+def test_masters_are_locked_if_the_device_copies_them(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As fp32 weights it does at each step, otherwise once, at the start."""
+    for dtype, locked in ((torch.bfloat16, []), (torch.float32, [6_000_640])):
+        _, plan, tiers = _planned(monkeypatch, "fp32", dtype=dtype, stage=2)
+        tiers.open([])
+        full = torch.empty(plan.layout.numel, dtype=dtype, device="meta")
+        _, masters = tiers.storages(plan, ShardPlace("a/0", plan.layout, 0, full))
+        values = torch.linspace(-1, 1, plan.layout.numel)
+        masters.initialize(values)
+        assert list(runtime.locked.values()) == locked
+        assert torch.equal(next(masters.tensors()), values)
+
+
 def test_sub_groups_on_the_host_are_not_locked(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    optimizer, tiers = _planned(monkeypatch, "residual")
+    optimizer, _, tiers = _planned(monkeypatch, "residual")
     assert optimizer.host_memory is None, "an update would lock states for the time until they are in the tier"
     tiers.open([])
     populated: list[int] = []

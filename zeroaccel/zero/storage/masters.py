@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroaccel.offload.host_buffers import empty_on_host
+from zeroaccel.offload.host_buffers import empty_on_host, zeros_on_host
 from zeroaccel.ops.device_values import begin_together
 from zeroaccel.ops.residual import SplitMasters
 from zeroaccel.ops.shard_step import ShardOptimizer
@@ -331,6 +331,8 @@ class SeparateMasters(MasterStorage):
         # From the original weights, so that an fp32 model keeps the bits that 16-bit parameters lose.
         if self._pinned:
             source = empty_on_host(source.shape, torch.float32, pinned=True).copy_(source)
+        elif source.device.type != self._device.type == "cpu":
+            source = zeros_on_host(source.shape, torch.float32).copy_(source)  # once: locking would take longer
         elif self._new is None or not begin_together(source, self._new):
             source = source.to(self._device, torch.float32, copy=True)
         self._new = None

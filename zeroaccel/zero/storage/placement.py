@@ -380,7 +380,7 @@ class TierSet:
 
     @property
     def pins_masters(self) -> bool:
-        """True if masters in host memory are page-locked for copies to and from a device."""
+        """True if masters in host memory that are the weights to copy to a device, as in fp32, are page-locked."""
         return self.steps_on_host and self._pins(self._rules.optimizer_section.pin_memory)
 
     @property
@@ -408,7 +408,7 @@ class TierSet:
             plan.pieces() if plan.trainable else (),
             self.device if on_device else _HOST,
             plan.replicated,
-            self.pins_masters and not on_device,
+            self.pins_masters and not on_device and plan.dtype is torch.float32,
             resident,
         )
         swapper = self.swapper if self.swapper is not None else _NO_SWAPPER
