@@ -211,10 +211,12 @@ def _replace_host_work(cuda: FakeCuda, turns: model_threads.Turns, replacements:
         made = torch.empty(nbytes, dtype=torch.uint8)
         if pinned:
             cuda.pin(made)
+        elif populated:
+            cuda.populate(made)
         return made
 
     def states(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.zeros(tuple(shape), dtype=dtype)
+        return host_buffers.zeros_on_host(shape, dtype).zero_()  # as new pages of the system are
 
     def empty(arena: HostArena, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         made = torch.empty(tuple(shape), dtype=dtype)

@@ -157,25 +157,33 @@ def build_units(
         plans: the buffers of each spec, from `plan_units`.
         tiers: tiers that receive shards and masters; their writes may still be running when this returns.
     """
-    spare = _SpareMemory(placement.device)
+    memory = _SourceMemory(placement.device)
     return [
-        _build_unit(spec, buffers, placement, collectives, tiers, spare)
+        _build_unit(spec, buffers, placement, collectives, tiers, memory)
         for spec, buffers in zip(specs, plans, strict=True)
     ]
 
 
-class _SpareMemory:
-    """Memory of the last buffer's initial values, for the next one of that size: the system fills each new page."""
+class _SourceMemory:
+    """Memory of initial values: that of the weights or masters that keep them, else of the last buffer's values.
+
+    The system would fill new pages for each buffer.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._last = torch.empty(0, device=device)
+        self._spare = torch.empty(0, device=device)
 
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Returns (numel,) uninitialized memory, until the next call."""
-        if (self._last.numel(), self._last.dtype) != (numel, dtype):
-            self._last = self._last.new_empty(0)  # before the new memory
-            self._last = self._last.new_empty(numel, dtype=dtype)
-        return self._last
+    def of(self, buffer: FlatBuffer, masters: MasterStorage, numel: int, dtype: torch.dtype) -> Tensor:
+        """Returns (numel,) uninitialized memory for the values of a buffer, until the next call."""
+        if dtype is buffer.dtype:
+            return buffer.full
+        whole = dtype is torch.float32 and masters.range.numel == numel
+        if whole and (memory := masters.new_memory(self._spare.device)) is not None:
+            return memory
+        if (self._spare.numel(), self._spare.dtype) != (numel, dtype):
+            self._spare = self._spare.new_empty(0)  # before the new memory
+            self._spare = self._spare.new_empty(numel, dtype=dtype)
+        return self._spare
 
 
 def _build_unit(
@@ -184,24 +192,15 @@ def _build_unit(
     placement: Placement,
     collectives: Collectives,
     tiers: TierSet,
-    spare: _SpareMemory,
+    memory: _SourceMemory,
 ) -> ParamUnit:
     buffers = []
     for plan in plans:
         buffer = FlatBuffer(plan, placement.device, watches_uses=True)
         shard, masters = tiers.storages(plan, buffer.place())
-
-        def memory(
-            numel: int, dtype: torch.dtype, buffer: FlatBuffer = buffer, masters: MasterStorage = masters
-        ) -> Tensor:
-            if dtype is buffer.dtype:
-                return buffer.full
-            whole = dtype is torch.float32 and masters.range.numel == numel
-            place = masters.new_memory(placement.device) if whole else None
-            return spare.empty(numel, dtype) if place is None else place
-
         # In the widest dtype of the parameters, not the buffer's: fp32 masters keep the bits that bf16 would drop.
-        source = initial_values(plan.layout, plan.params, placement.device, collectives, spec.name, memory)
+        place = functools.partial(memory.of, buffer, masters)
+        source = initial_values(plan.layout, plan.params, placement.device, collectives, spec.name, place)
         buffer.adopt(source, shard, masters)
         buffers.append(buffer)
     unit = ParamUnit(spec.name, spec.modules, buffers, collectives)
