@@ -13,9 +13,10 @@ RELEASE_ARGS  ?=
 VENV      := .venv
 BIN       := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# TEST_JOBS processes run the files of tests in their order, kernels first: e2e and multi are the long ones. A test
-# starts many more processes, and with PYTHONDONTWRITEBYTECODE each would compile the package again.
-PYTEST    := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
+# Tests and stages of the GPU campaign start many processes; with PYTHONDONTWRITEBYTECODE each would compile the package.
+PYTHON_OF_MANY := PYTHONDONTWRITEBYTECODE= $(BIN)/python
+# TEST_JOBS processes run the files of tests in their order, kernels first: e2e and multi are the long ones.
+PYTEST    := $(PYTHON_OF_MANY) -m pytest --numprocesses $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
 # Runs tests and, beside them, `make lint`, which uses cores while tests wait. Prints the output of lint last.
 define beside_lint
@@ -54,7 +55,7 @@ bench: $(INSTALLED)  ## Compare step times with other engines on this machine
 	$(BIN)/python benchmarks/step_time.py $(BENCH_ARGS)
 
 gpu: $(INSTALLED)  ## Measure on a GPU in two calls, beside the predictions of the stream model
-	$(BIN)/python benchmarks/gpu $(GPU_ARGS)
+	$(PYTHON_OF_MANY) benchmarks/gpu $(GPU_ARGS)
 
 release: $(INSTALLED)  ## Build wheel and sdist into dist/, check them, and install each into an empty environment
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[release]'

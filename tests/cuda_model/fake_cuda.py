@@ -109,6 +109,10 @@ class FakeCuda:
         """Records that the package itself page-locks the tensor's memory."""
         self.model.pin(self.memory_of(tensor))
 
+    def populate(self, tensor: Tensor) -> None:
+        """Records that the package makes the system allocate the tensor's pages."""
+        self.model.populate(self.memory_of(tensor))
+
     def place_in(self, tensor: Tensor, base: Tensor, ended: Callable[[], object]) -> None:
         """Places a new tensor in the memory of `base`; calls `ended` when the tensor is freed."""
         key = tensor.untyped_storage()._cdata

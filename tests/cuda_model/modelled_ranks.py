@@ -209,14 +209,16 @@ def _replace_host_work(cuda: FakeCuda, turns: model_threads.Turns, replacements:
             one = int(torch.ones(1, dtype=reads[0].dtype).view(bits))
         return [(one, 1)]
 
-    def aligned_bytes(nbytes: int, *, pinned: bool = False, file: int = -1) -> Tensor:
+    def aligned_bytes(nbytes: int, *, pinned: bool = False, populated: bool = False, file: int = -1) -> Tensor:
         made = torch.empty(nbytes, dtype=torch.uint8)
         if pinned:
             cuda.pin(made)
+        elif populated:
+            cuda.populate(made)
         return made
 
-    def states(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> Tensor:
-        return host_buffers.empty_on_host(shape, dtype, pinned=pinned).zero_()  # as new pages of the system are
+    def states(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return host_buffers.zeros_on_host(shape, dtype).zero_()  # as new pages of the system are
 
     def empty(arena: HostArena, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         made = torch.empty(tuple(shape), dtype=dtype)
@@ -234,7 +236,7 @@ def _replace_host_work(cuda: FakeCuda, turns: model_threads.Turns, replacements:
     _, _, executor = model_threads.thread_classes(turns)
     replacements.everywhere(dispatch.launch, launch)
     replacements.everywhere(host_buffers.aligned_bytes, aligned_bytes)
-    replacements.set(placement, "empty_on_host", states)
+    replacements.set(placement, "zeros_on_host", states)
     replacements.set(deferred_init, "_PLAIN", [nn.Parameter, FakeTensor])
     replacements.set(HostArena, "empty", empty)  # its tensors report their end through arrays, which fake tensors lack
     replacements.everywhere(BlockFile, lambda *arguments: _ModelFile(cuda, executor, *arguments))

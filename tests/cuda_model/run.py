@@ -46,7 +46,7 @@ class Outcome:
             default settings and with expandable segments.
         allocated_nbytes: peak bytes allocated from these segments.
         calls: number of collectives, in all steps and construction.
-        peak_nbytes, pinned_nbytes: peak bytes of device memory and of page-locked host memory.
+        peak_nbytes, host_nbytes: peak bytes of device memory, and of page-locked and populated host memory.
         live_nbytes: bytes of device memory that the loop noted.
         ms: time on the model's clock.
         busy_ms: time of each lane.
@@ -70,7 +70,7 @@ class Outcome:
     allocated_nbytes: int = 0
     calls: int = 0
     peak_nbytes: int = 0
-    pinned_nbytes: int = 0
+    host_nbytes: int = 0
     live_nbytes: list[int] = field(default_factory=list)
     ms: float = 0.0
     busy_ms: dict[str, float] = field(default_factory=dict)
@@ -172,7 +172,7 @@ def _count(outcome: Outcome, model: StreamModel, shard_numel: int) -> None:
     outcome.locks = model.num_locks
     outcome.mallocs = _first_calls(model).get("cudaMalloc", 0)
     outcome.waits, outcome.control = _in_words(model.waits), _in_words(model.control)
-    outcome.peak_nbytes, outcome.pinned_nbytes = model.peak_nbytes, model.pinned_peak_nbytes
+    outcome.peak_nbytes, outcome.host_nbytes = model.peak_nbytes, model.host_peak_nbytes
     outcome.ms = round(model.elapsed_seconds() * 1e3, 3)
     outcome.busy_ms = {model.names[lane]: round(seconds * 1e3, 3) for lane, seconds in model.busy.items()}
 

@@ -116,6 +116,7 @@ class Memory:
         place: line of the package that allocated it.
         pinned: True if it is page-locked.
         slab: True for pages that the package locks itself, and unlocks when `copying_lanes` have done what they have.
+        populated: True for pages that are not locked, and allocated at once.
             Other pinned memory belongs to torch's allocator, which waits for copies before it reuses a block.
         recorded: streams that `record_stream` named.
         blocks: blocks of device memory, in each of the model's allocators.
@@ -131,6 +132,7 @@ class Memory:
     place: str
     pinned: bool = False
     slab: bool = False
+    populated: bool = False
     alive: bool = True
     born: int = 0
     born_tick: int = 0
@@ -170,7 +172,7 @@ class StreamModel:
         kernels, kernel_nbytes: device operations and the bytes that they read and write, by (phase, place).
         busy: seconds that each lane worked.
         live_nbytes, peak_nbytes: bytes of device memory: now, and the peak since `reset_counts`.
-        pinned_nbytes, pinned_peak_nbytes: the same for page-locked host memory.
+        host_nbytes, host_peak_nbytes: the same for page-locked and populated host memory.
         allocator, expandable: models of torch's allocator for these requests, with its default settings and with
             expandable segments.
         first_calls: number of host calls that wait for the device, "cudaMalloc" and "first launch", by phase.
@@ -198,7 +200,7 @@ class StreamModel:
         self.kernel_nbytes: Counter[tuple[str, str]] = Counter()
         self.busy: Counter[int] = Counter()
         self.live_nbytes = self.peak_nbytes = 0
-        self.pinned_nbytes = self.pinned_peak_nbytes = 0
+        self.host_nbytes = self.host_peak_nbytes = 0
         self.allocator, self.expandable = CachingAllocator(), CachingAllocator(expandable=True)
         self.first_calls: Counter[tuple[str, str]] = Counter()
         self.log = CallLog(self)
@@ -306,7 +308,13 @@ class StreamModel:
             assert not memory.pinned, "the pages are already locked"
             memory.pinned = memory.slab = True
             self.num_locks += 1
-            self._count_pinned(memory.nbytes)
+            self._count_on_host(memory.nbytes)
+
+    def populate(self, memory: Memory) -> None:
+        """Allocates the pages of memory of the host."""
+        with self._lock:
+            memory.populated = True
+            self._count_on_host(memory.nbytes)
 
     def free(self, memory: Memory) -> None:
         """Returns memory to the stream on which it was allocated, or to the host."""
@@ -316,8 +324,8 @@ class StreamModel:
             memory.alive = False
             if memory.on_device:
                 self.live_nbytes -= memory.nbytes
-            elif memory.pinned:
-                self.pinned_nbytes -= memory.nbytes
+            elif memory.pinned or memory.populated:
+                self.host_nbytes -= memory.nbytes
             if memory.on_device:
                 self._note_late_uses(memory)
                 for allocator, block in zip((self.allocator, self.expandable), memory.blocks, strict=True):
@@ -345,15 +353,15 @@ class StreamModel:
             self.live_nbytes += memory.nbytes
             self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes)
         elif memory.pinned:
-            self._count_pinned(memory.nbytes)
+            self._count_on_host(memory.nbytes)
 
     def _wait_at_first(self, what: str) -> None:
         self.first_calls[self.phase, what] += 1
         self.log.host_waited_for_all()
 
-    def _count_pinned(self, nbytes: int) -> None:
-        self.pinned_nbytes += nbytes
-        self.pinned_peak_nbytes = max(self.pinned_peak_nbytes, self.pinned_nbytes)
+    def _count_on_host(self, nbytes: int) -> None:
+        self.host_nbytes += nbytes
+        self.host_peak_nbytes = max(self.host_peak_nbytes, self.host_nbytes)
 
     def _note_late_uses(self, memory: Memory) -> None:
         """Keeps the accesses that must precede the next owner of the block."""
@@ -503,7 +511,7 @@ class StreamModel:
         for counter in (self.waits, self.control, self.kernels, self.kernel_nbytes, self.busy, self.first_calls):
             counter.clear()
         self.num_locks = 0
-        self.peak_nbytes, self.pinned_peak_nbytes = self.live_nbytes, self.pinned_nbytes
+        self.peak_nbytes, self.host_peak_nbytes = self.live_nbytes, self.host_nbytes
         self._begin = max(self._seconds.values())
         self._seconds = dict.fromkeys(self._seconds, self._begin)
 

@@ -270,4 +270,4 @@ def test_the_most_memory_is_as_estimated(name: str, outcome_of: Outcomes) -> Non
     # Slabs are whole pages, and new weights are rounded into a few more before they leave.
     # If gradients are summed over micro-steps, there is pageable memory as well.
     if peak.plan[1] == "cpu" and peak.accumulation == 1:
-        assert estimated.host.total <= outcome.pinned_nbytes <= 1.2 * estimated.host.total
+        assert estimated.host.total <= outcome.host_nbytes <= 1.2 * estimated.host.total

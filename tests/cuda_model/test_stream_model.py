@@ -168,7 +168,7 @@ def test_pages_are_unlocked_after_copies_on_known_streams(model: StreamModel) ->
             model.wait_on_host(model.moment(side), "a copy")
         model.free(memory)
         assert _kinds(model) == kinds
-    assert model.pinned_peak_nbytes == 100
+    assert model.host_peak_nbytes == 100
     assert [why for _, why, _ in model.waits] == ["a copy"]
 
 

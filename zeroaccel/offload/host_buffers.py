@@ -29,16 +29,16 @@ def aligned_nbytes(nbytes: int) -> int:
     return -(-nbytes // ALIGN_NBYTES) * ALIGN_NBYTES
 
 
-def aligned_bytes(nbytes: int, *, pinned: bool = False, file: int = -1) -> Tensor:
+def aligned_bytes(nbytes: int, *, pinned: bool = False, populated: bool = False, file: int = -1) -> Tensor:
     """Returns (nbytes,) uint8, zeros, in page-aligned host memory; freed with the last view of it.
 
     Args:
         nbytes: a multiple of `ALIGN_NBYTES`, above 0.
         pinned: page-locked, so that copies of a CUDA device overlap with its kernels; pageable, with one warning, if
             the memory cannot be locked.
-        file: see `page_locked.mapped_bytes`.
+        populated, file: see `page_locked.mapped_bytes`.
     """
-    return mapped_bytes(nbytes, pinned=pinned, file=file)
+    return mapped_bytes(nbytes, pinned=pinned, populated=populated, file=file)
 
 
 def empty_on_host(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> Tensor:
@@ -51,6 +51,17 @@ def empty_on_host(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> 
     if not pinned or not nbytes:
         return torch.empty(tuple(shape), dtype=dtype)
     return aligned_bytes(aligned_nbytes(nbytes), pinned=True)[:nbytes].view(dtype).view(tuple(shape))
+
+
+def zeros_on_host(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Returns zeros of this shape and dtype in host memory that no device copies; freed with its last view.
+
+    They are the zeros of new pages, which all threads allocate: nothing writes them again.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    if not nbytes:
+        return torch.empty(tuple(shape), dtype=dtype)
+    return aligned_bytes(aligned_nbytes(nbytes), populated=True)[:nbytes].view(dtype).view(tuple(shape))
 
 
 def return_freed_memory() -> None:

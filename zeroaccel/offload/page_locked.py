@@ -1,5 +1,8 @@
 """Page-locked host memory of exactly the requested size; a CUDA device copies from and to it asynchronously.
 
+Memory that only the host reads and writes, such as the moments of an update on the host, is not locked. It has the same
+huge pages, which all threads allocate at once.
+
 torch's allocator of page-locked memory rounds a request up to a power of two and never frees it: 64 GiB for a state
 buffer of 33. Here a slab consists of whole, separate pages: mapped, then locked by the CUDA runtime, and unlocked and
 unmapped after its last view and the copies that use it. `host_buffers.py` makes slabs; this file handles pages and the
@@ -115,19 +118,24 @@ class _Pages(mmap.mmap):
     _address = 0
     _process = 0
 
-    def lock(self, address: int) -> str:
-        """Locks the pages; returns the reason if it failed, else ""."""
+    def populate(self, address: int) -> None:
+        """Makes the system allocate the pages now, in huge ones and on all threads."""
         # A forked process, such as a data loader's worker, does not get these pages: copying locked memory takes
-        # time in proportion to its size, and if it were shared, a write could move a page away from the device.
+        # time in proportion to its size, and if it were shared, a write could move a page away from the device. Of
+        # other memory, each page that an update writes while the worker lives would be copied.
         if hasattr(mmap, "MADV_DONTFORK"):
             self.madvise(mmap.MADV_DONTFORK)
         # Locking takes about 0.3 s per GB in pages of 4 KiB, and much less in huge ones.
         if hasattr(mmap, "MADV_HUGEPAGE") and len(self) >= _HUGE_PAGE:
             with suppress(OSError):  # a kernel without huge pages
                 self.madvise(mmap.MADV_HUGEPAGE)
+        _populate(address, len(self))
+
+    def lock(self, address: int) -> str:
+        """Locks the pages; returns the reason if it failed, else ""."""
         if len(self) >= _SAID_NBYTES:
             logger.info("page-locking %.1f GB of host memory", len(self) / _GIGA)
-        _populate(address, len(self))
+        self.populate(address)
         reason = register_pages(address, len(self))
         if not reason:
             self._address, self._process = address, os.getpid()
@@ -168,12 +176,13 @@ def unlock_dropped(*, wait: bool = False) -> None:
                 _dropped.append((pages, copies))
 
 
-def mapped_bytes(nbytes: int, *, pinned: bool, file: int = -1) -> Tensor:
+def mapped_bytes(nbytes: int, *, pinned: bool, populated: bool = False, file: int = -1) -> Tensor:
     """Returns (nbytes,) uint8, zeros, in separate pages that are freed with the last view of them.
 
     Args:
         nbytes: a multiple of the page size, above 0.
         pinned: page-locked; pageable with a warning if locking fails.
+        populated: allocated now, as page-locked memory is, if that much is free.
         file: handle of a file in memory with at least `nbytes`, whose own pages these are; then any number of bytes.
     """
     pages = _Pages(file, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if file < 0 else mmap.MAP_SHARED)
@@ -185,6 +194,8 @@ def mapped_bytes(nbytes: int, *, pinned: bool, file: int = -1) -> Tensor:
         reason = f"{room / _GIGA:.2f} GB are free" if nbytes > room else pages.lock(memory.data_ptr())
         if reason:
             _warn(nbytes, reason)
+    elif populated and _HUGE_PAGE <= nbytes <= free_nbytes():
+        pages.populate(memory.data_ptr())
     return memory
 
 

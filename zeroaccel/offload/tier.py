@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -151,6 +152,7 @@ class HostTier:
     Args:
         sizes: size in bytes of each key.
         pinned: use page-locked memory, which a CUDA device copies from and to asynchronously.
+        populated: the system allocates unlocked memory at the first use of a key; see `page_locked.mapped_bytes`.
 
     Example:
         >>> tier = HostTier({"layers.0": 8}, pinned=False)
@@ -163,11 +165,11 @@ class HostTier:
 
     name = "host memory"
 
-    def __init__(self, sizes: Mapping[str, int], *, pinned: bool) -> None:
+    def __init__(self, sizes: Mapping[str, int], *, pinned: bool, populated: bool = False) -> None:
         self.nbytes = sum(sizes.values())
         self.traffic: dict[Direction, Traffic] = {"read": Traffic(), "write": Traffic()}
         self._sizes = dict(sizes)
-        self._pinned = pinned
+        self._allocate = partial(aligned_bytes, pinned=pinned, populated=populated)
         self._buffers: dict[str, Tensor] = {}
 
     def fetch(self, key: str, nbytes: int | None = None) -> Fetch:
@@ -177,7 +179,7 @@ class HostTier:
         # Allocated at the first use of a key, so that a tier uses no memory before it stores anything.
         if key not in self._buffers:
             nbytes = self._sizes[key]
-            self._buffers[key] = aligned_bytes(aligned_nbytes(max(nbytes, 1)), pinned=self._pinned)[:nbytes]
+            self._buffers[key] = self._allocate(aligned_nbytes(max(nbytes, 1)))[:nbytes]
         return self._buffers[key]
 
     def store(self, key: str, buffer: Tensor, nbytes: int | None = None) -> None:

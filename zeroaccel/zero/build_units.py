@@ -6,7 +6,7 @@ Runs once, at the start. Afterwards every parameter is a view into a unit's buff
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ from zeroaccel.zero.layout import ALIGN_NUMEL, FlatLayout, OwnerLoads, Split, ho
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
 from zeroaccel.zero.precision import forget_cast
 from zeroaccel.zero.storage.code_shards import block_numel
+from zeroaccel.zero.storage.masters import MasterStorage
 from zeroaccel.zero.storage.placement import BufferPlan, TierSet
 from zeroaccel.zero.tensor_subclasses import check_split, is_split, local, scales_of
 from zeroaccel.zero.wrap_policy import UnitSpec
@@ -156,20 +157,51 @@ def build_units(
         plans: the buffers of each spec, from `plan_units`.
         tiers: tiers that receive shards and masters; their writes may still be running when this returns.
     """
+    memory = _SourceMemory(placement.device)
     return [
-        _build_unit(spec, buffers, placement, collectives, tiers) for spec, buffers in zip(specs, plans, strict=True)
+        _build_unit(spec, buffers, placement, collectives, tiers, memory)
+        for spec, buffers in zip(specs, plans, strict=True)
     ]
 
 
+class _SourceMemory:
+    """Memory of initial values: that of the weights or masters that keep them, else of the last buffer's values.
+
+    The system would fill new pages for each buffer.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._spare = torch.empty(0, device=device)
+
+    def of(self, buffer: FlatBuffer, masters: MasterStorage, numel: int, dtype: torch.dtype) -> Tensor:
+        """Returns (numel,) uninitialized memory for the values of a buffer, until the next call."""
+        if dtype is buffer.dtype:
+            return buffer.full
+        whole = dtype is torch.float32 and masters.range.numel == numel
+        if whole and (memory := masters.new_memory(self._spare.device)) is not None:
+            return memory
+        if (self._spare.numel(), self._spare.dtype) != (numel, dtype):
+            self._spare = self._spare.new_empty(0)  # before the new memory
+            self._spare = self._spare.new_empty(numel, dtype=dtype)
+        return self._spare
+
+
 def _build_unit(
-    spec: UnitSpec, plans: Sequence[BufferPlan], placement: Placement, collectives: Collectives, tiers: TierSet
+    spec: UnitSpec,
+    plans: Sequence[BufferPlan],
+    placement: Placement,
+    collectives: Collectives,
+    tiers: TierSet,
+    memory: _SourceMemory,
 ) -> ParamUnit:
     buffers = []
     for plan in plans:
-        # In the widest dtype of the parameters, not the buffer's: fp32 masters keep the bits that bf16 would drop.
-        source = initial_values(plan.layout, plan.params, placement.device, collectives, spec.name)
         buffer = FlatBuffer(plan, placement.device, watches_uses=True)
-        buffer.adopt(source, *tiers.storages(plan, buffer.place()))
+        shard, masters = tiers.storages(plan, buffer.place())
+        # In the widest dtype of the parameters, not the buffer's: fp32 masters keep the bits that bf16 would drop.
+        place = functools.partial(memory.of, buffer, masters)
+        source = initial_values(plan.layout, plan.params, placement.device, collectives, spec.name, place)
+        buffer.adopt(source, shard, masters)
         buffers.append(buffer)
     unit = ParamUnit(spec.name, spec.modules, buffers, collectives)
     if not unit.persistent:
@@ -183,6 +215,7 @@ def initial_values(
     device: torch.device,
     collectives: Collectives,
     name: str,
+    memory: Callable[[int, torch.dtype], Tensor] | None = None,
 ) -> Tensor:
     """Returns (N,) the parameters end to end in the widest of their dtypes, so the master gets all bits. (all ranks)
 
@@ -190,9 +223,10 @@ def initial_values(
 
     Args:
         name: name of their unit, for the label of the broadcast.
+        memory: (N, dtype) -> memory for the result; None for new memory.
     """
     dtype = functools.reduce(torch.promote_types, (param.dtype for param in params))
-    source = torch.empty(layout.numel, dtype=dtype, device=device)
+    source = memory(layout.numel, dtype) if memory else torch.empty(layout.numel, dtype=dtype, device=device)
     # Parameters of one unit of `zero.Init` are adjacent: this gathers each unit once, one at a time.
     previous: ParamHandle | None = None
     for index, (slot, param) in enumerate(zip(layout.slots, params, strict=True)):

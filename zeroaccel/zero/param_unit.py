@@ -137,14 +137,15 @@ class FlatBuffer:
         """Takes over the weights, and points the parameters at this buffer unless it starts without memory.
 
         Args:
-            source: (N,) the initial weights in their original dtype, laid out, equal on all ranks.
+            source: (N,) the initial weights in their original dtype, laid out, equal on all ranks; `full` itself if
+                they are already in it.
             shard: storage for this rank's part.
             masters: storage for the optimizer's copy; None if no optimizer updates the parameters.
         """
         if source.dtype is torch.float64 and self.dtype.itemsize < 4:
             source = source.float()  # rounds through the fp32 master, as every step does
         # Weights before masters: masters may share the memory of the weights, but must not get rounded values.
-        values = self.full.copy_(source) if self._views else source
+        values = source if source is self.full or not self._views else self.full.copy_(source)
         self.store_in(shard, masters)
         if not self.persistent:
             shard.replace(values[shard.range.at(0)])

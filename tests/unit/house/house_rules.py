@@ -68,7 +68,7 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "config": 4583,
     "data": 1005,
     "estimate": 2148,
-    "offload": 970,
+    "offload": 980,
     "ops": 2316,
     "optim": 1344,
     "parallel": 4592,
@@ -76,7 +76,7 @@ MAX_CODE_LINES: Mapping[str, int] = {
     "setup": 1483,
     "telemetry": 1589,
     "utils": 57,
-    "zero": 9987,
+    "zero": 10023,
 }
 LOOSE_LINES = 100
 MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 7

@@ -27,7 +27,7 @@ from zeroaccel.ops import Adam
 from zeroaccel.zero.layout import FlatLayout
 from zeroaccel.zero.storage import placement
 from zeroaccel.zero.storage.masters import MasterPlace, SeparateMasters
-from zeroaccel.zero.storage.placement import OffloadRules, TierSet
+from zeroaccel.zero.storage.placement import BufferPlan, OffloadRules, TierSet
 from zeroaccel.zero.storage.shards import MemoryShard, ShardPlace
 
 PAGE = mmap.PAGESIZE
@@ -382,11 +382,77 @@ def _tiers(monkeypatch: pytest.MonkeyPatch, device: str, stage: int = 3, **secti
         ("cpu", {"device": "cpu"}, False),
     ],
 )
-def test_settings_that_lock_states(
+def test_settings_that_lock_masters(
     device: str, section: dict[str, object] | None, pins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sections = {} if section is None else {"offload_optimizer": section}
-    assert _tiers(monkeypatch, device, **sections).pins_states == pins
+    assert _tiers(monkeypatch, device, **sections).pins_masters == pins
+
+
+def _planned(
+    monkeypatch: pytest.MonkeyPatch, master_weights: str, *, dtype: torch.dtype = torch.bfloat16, stage: int = 3
+) -> tuple[Adam, BufferPlan, TierSet]:
+    """Returns an optimizer and tiers of 1,500,000 weights, with masters and states on the host of a device."""
+    monkeypatch.setattr(placement, "CopyStream", lambda device, pinned: None)
+    sections = {"offload_optimizer": {"device": "cpu"}, **({"offload_param": {"device": "cpu"}} if stage == 3 else {})}
+    document = {
+        "zero_optimization": {"stage": stage, **sections},
+        "bf16": {"enabled": dtype is torch.bfloat16},
+        "data_types": {"master_weights": master_weights},
+        "train_micro_batch_size_per_gpu": 1,
+    }
+    param = torch.nn.Parameter(torch.linspace(-1, 1, 1_500_000))
+    layout = FlatLayout.build([("a", tuple(param.shape))], 1)
+    plan = BufferPlan("a/0", 0, layout, (param,), dtype, (0,), persistent=False)
+    optimizer = Adam([param])
+    rules = OffloadRules.of(load_config(document), TierPlan("host" if stage == 3 else "device", "host"))
+    return optimizer, plan, placement.plan_tiers(rules, [plan], optimizer, torch.device("cuda"))
+
+
+def test_states_that_no_device_copies_are_not_locked(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer, *_ = _planned(monkeypatch, "fp32")
+    param, plain = optimizer.param_groups[0]["params"][0], Adam([torch.linspace(-1, 1, 1_500_000)])
+    populated: list[int] = []
+    populate = page_locked._Pages.populate
+    monkeypatch.setattr(
+        page_locked._Pages, "populate", lambda self, address: populated.append(len(self)) or populate(self, address)
+    )
+    for each in (param, plain.param_groups[0]["params"][0]):
+        each.grad = torch.ones_like(each)
+    for _ in range(2):
+        optimizer.step()
+        plain.step()
+    assert populated == [6_000_640] * 2, "the pages of both moments, at the first step"
+    assert runtime.locked == {}
+    assert torch.equal(param, plain.param_groups[0]["params"][0])
+
+
+def test_masters_are_locked_if_the_device_copies_them(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As fp32 weights it does at each step, otherwise once, at the start."""
+    for dtype, locked in ((torch.bfloat16, []), (torch.float32, [6_000_640])):
+        _, plan, tiers = _planned(monkeypatch, "fp32", dtype=dtype, stage=2)
+        tiers.open([])
+        full = torch.empty(plan.layout.numel, dtype=dtype, device="meta")
+        _, masters = tiers.storages(plan, ShardPlace("a/0", plan.layout, 0, full))
+        values = torch.linspace(-1, 1, plan.layout.numel)
+        masters.initialize(values)
+        assert list(runtime.locked.values()) == locked
+        assert torch.equal(next(masters.tensors()), values)
+
+
+def test_sub_groups_on_the_host_are_not_locked(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer, _, tiers = _planned(monkeypatch, "residual")
+    assert optimizer.host_memory is None, "an update would lock states for the time until they are in the tier"
+    tiers.open([])
+    populated: list[int] = []
+    monkeypatch.setattr(page_locked._Pages, "populate", lambda self, address: populated.append(len(self)))
+    assert tiers.swapper is not None
+    for key in [group.key for group in tiers.swapper.sub_groups["a/0"]]:
+        assert not tiers.swapper.tier.take(key).any()
+    assert sum(populated) > 10 * 1_500_000, "2 bytes of residuals and 8 of moments"
+    assert runtime.locked == {}
+    tiers.tiers["params, host"].take("a/0")
+    assert list(runtime.locked.values()) == [3_002_368], "the device gathers shards"
 
 
 def test_masters_of_the_host_are_locked(runtime: Runtime) -> None:

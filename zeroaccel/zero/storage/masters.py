@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroaccel.offload.host_buffers import empty_on_host
+from zeroaccel.offload.host_buffers import empty_on_host, zeros_on_host
+from zeroaccel.ops.device_values import begin_together
 from zeroaccel.ops.residual import SplitMasters
 from zeroaccel.ops.shard_step import ShardOptimizer
 from zeroaccel.ops.updates import BLOCK_NUMEL
@@ -231,6 +232,13 @@ class MasterStorage(ABC):
         """Returns the masters, (range.numel,), if they are in memory and have this dtype; else None."""
         return None
 
+    def new_memory(self, device: torch.device) -> Tensor | None:
+        """Returns memory, (range.numel,) fp32 on `device`, from which `initialize` copies nothing; None without such.
+
+        The caller fills it with the first masters, passes it to `initialize`, and leaves it unchanged afterwards.
+        """
+        return None
+
     # -- methods on top of the interface
 
     def bind(self, optimizer: Optimizer, *, makes_states: bool) -> None:
@@ -317,14 +325,23 @@ class SeparateMasters(MasterStorage):
         self._device = place.device
         self._pinned = place.pinned
         self._masters = FlatTensor(self.range, stand_in((self.range.numel,)))
+        self._new: Tensor | None = None  # memory that the caller fills
 
     def initialize(self, source: Tensor) -> None:
         # From the original weights, so that an fp32 model keeps the bits that 16-bit parameters lose.
-        if not self._pinned:
-            self._point_at(source.to(self._device, torch.float32, copy=True))
-            return
-        masters = empty_on_host(source.shape, torch.float32, pinned=True)
-        self._point_at(masters.copy_(source))
+        if self._pinned:
+            source = empty_on_host(source.shape, torch.float32, pinned=True).copy_(source)
+        elif source.device.type != self._device.type == "cpu":
+            source = zeros_on_host(source.shape, torch.float32).copy_(source)  # once: locking would take longer
+        elif self._new is None or not begin_together(source, self._new):
+            source = source.to(self._device, torch.float32, copy=True)
+        self._new = None
+        self._point_at(source)
+
+    def new_memory(self, device: torch.device) -> Tensor | None:
+        if not self._pinned and self._device == device:
+            self._new = torch.empty(self.range.numel, device=device)
+        return self._new
 
     def _point_at(self, values: Tensor) -> None:
         self._masters = FlatTensor(self.range, values)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
 import torch
@@ -24,7 +24,7 @@ from zeroaccel.errors import ConfigError
 from zeroaccel.logs import logger
 from zeroaccel.offload import free_nbytes
 from zeroaccel.offload.file_io import IoSettings
-from zeroaccel.offload.host_buffers import HostBuffers, aligned_nbytes, empty_on_host, return_freed_memory
+from zeroaccel.offload.host_buffers import HostBuffers, aligned_nbytes, return_freed_memory, zeros_on_host
 from zeroaccel.offload.nvme import NvmeTier
 from zeroaccel.offload.offload_folder import OffloadFolder, examine_folder
 from zeroaccel.offload.tier import HostTier, Tier
@@ -183,13 +183,15 @@ class _TierPlan:
     Attributes:
         sizes: key -> bytes.
         pinned: page-lock its host memory.
+        populated: see `HostTier`.
     """
 
     sizes: Mapping[str, int]
     pinned: bool
+    populated: bool = field(default=False, kw_only=True)
 
     def make(self, io: IoSettings) -> Tier:
-        return HostTier(self.sizes, pinned=self.pinned)
+        return HostTier(self.sizes, pinned=self.pinned, populated=self.populated)
 
 
 @dataclass(frozen=True)
@@ -330,7 +332,6 @@ class TierSet:
                     self._sub_groups,
                     pipeline_read=in_file and section.pipeline_read,
                     pipeline_write=in_file and section.pipeline_write,
-                    pinned=plan.pinned,
                 )
 
     def _choose_spares(self, needs: Sequence[SpaceNeed]) -> None:
@@ -372,8 +373,14 @@ class TierSet:
         return self._rules.optimizer != "device"
 
     @property
-    def pins_states(self) -> bool:
-        """True if masters and states in host memory are page-locked for copies to and from a device."""
+    def keeps_states_on_host(self) -> bool:
+        """True if states of masters in host memory stay there, beside a device. It never copies them: not locked."""
+        in_tier = any(name.startswith("optimizer") for name in self._plans)
+        return self.steps_on_host and self.device.type != "cpu" and not in_tier
+
+    @property
+    def pins_masters(self) -> bool:
+        """True if masters in host memory that are the weights to copy to a device, as in fp32, are page-locked."""
         return self.steps_on_host and self._pins(self._rules.optimizer_section.pin_memory)
 
     @property
@@ -401,7 +408,7 @@ class TierSet:
             plan.pieces() if plan.trainable else (),
             self.device if on_device else _HOST,
             plan.replicated,
-            self.pins_states and not on_device,
+            self.pins_masters and not on_device and plan.dtype is torch.float32,
             resident,
         )
         swapper = self.swapper if self.swapper is not None else _NO_SWAPPER
@@ -505,7 +512,8 @@ class TierSet:
         sizes, pinned = {group.key: group.nbytes for group in groups}, self._pins(section.pin_memory)
         if self._rules.optimizer != "nvme":
             if sizes:
-                self._plans["optimizer, host"] = _TierPlan(sizes, pinned)
+                # Only the host reads and writes them: residuals are joined with weights in host memory.
+                self._plans["optimizer, host"] = _TierPlan(sizes, pinned=False, populated=self.device.type != "cpu")
             return
         tensors = 1 + max((sum(state.per == 1 for state in group.states.values()) for group in groups), default=0)
         if section.buffer_count < tensors:
@@ -651,8 +659,8 @@ def plan_tiers(
     if optimizer is not None and rules.optimizer != "device":
         section = f"{rules.where}.offload_optimizer"
         _check_update_time(optimizer, rules.optimizer_section.update_during, section)
-    if tiers.pins_states and tiers.swapper is None and isinstance(optimizer, ShardOptimizer):
-        optimizer.host_memory = partial(empty_on_host, pinned=True)
+    if tiers.keeps_states_on_host and isinstance(optimizer, ShardOptimizer):
+        optimizer.host_memory = zeros_on_host
     return tiers
 
 

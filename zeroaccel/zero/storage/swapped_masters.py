@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroaccel.errors import OffloadError, UsageError
-from zeroaccel.offload.host_buffers import empty_on_host
 from zeroaccel.offload.tier import Fetch, StoredElements, Tier
 from zeroaccel.ops.device_values import begin_together
 from zeroaccel.ops.moments import decode, exponents_name, to_format
@@ -245,7 +244,6 @@ class StateSwapper:
         sub_groups: key of a buffer -> its sub-groups.
         pipeline_read: read the next sub-group while the optimizer steps one.
         pipeline_write: continue while a sub-group is written back.
-        pinned: page-lock the memory of joined masters, from which a device may update its part.
     """
 
     def __init__(
@@ -255,13 +253,11 @@ class StateSwapper:
         *,
         pipeline_read: bool = False,
         pipeline_write: bool = False,
-        pinned: bool = False,
     ) -> None:
         self.tier = tier
         self.sub_groups = {key: tuple(groups) for key, groups in sub_groups.items()}
         self.pipeline_read = pipeline_read
         self.pipeline_write = pipeline_write
-        self._pinned = pinned
         self._scratch = torch.empty(0)
 
     def fetch(self, group: SubGroup) -> Fetch:
@@ -278,7 +274,7 @@ class StateSwapper:
         """Returns memory, (numel,) fp32, for the masters of the one sub-group that is in memory."""
         if self._scratch.numel() < numel:
             self._scratch = torch.empty(0)  # frees the old one before the new one is allocated
-            self._scratch = empty_on_host((numel,), torch.float32, pinned=self._pinned)
+            self._scratch = torch.empty(numel)
         return self._scratch[:numel]
 
 
