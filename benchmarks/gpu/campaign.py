@@ -43,7 +43,7 @@ def _thread_counts() -> list[int]:
 
 def facts(run: Run) -> None:
     """The machine: its memory and threads, both directions of the bus, page-locking, and file systems."""
-    from zeroaccel.offload import page_locked
+    from zeroaccel.offload import host_buffers, page_locked
 
     huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     note = f"transparent huge pages: {huge.read_text().strip()}" if huge.exists() else ""
@@ -66,7 +66,7 @@ def facts(run: Run) -> None:
         faulted, locked = _locking_seconds(nbytes, prefaulted)
         run.add(f"locking memory, {kind}", 1e9 * (faulted + locked) / nbytes, "s/GB", note=f"writing: {faulted:.2f} s")
     begun = time.perf_counter()
-    slab = page_locked.mapped_bytes(nbytes, pinned=True)
+    slab = host_buffers.aligned_bytes(host_buffers.aligned_nbytes(nbytes), pinned=True)
     run.add("locking memory, as an engine does", 1e9 * (time.perf_counter() - begun) / nbytes, "s/GB")
     note = f"of {nbytes / 1e9:.1f} GB; less: see the warning in the log"
     run.add("page-locked", page_locked.locked_nbytes() / 1e9, "GB", note=note)
