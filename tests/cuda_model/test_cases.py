@@ -86,7 +86,8 @@ MORE_WAITS: dict[str, int] = {
     "weights to a generator, both on the host": 2,
     # The norm; the copies to the host, and `cudaFree` after them; the copies back.
     "states to the host and back": 4,
-    "a checkpoint saved in the background": 4,
+    # The norm, twice; two chunks, and the end of the copies, for which the saver's threads wait.
+    "a checkpoint saved in the background": 5,
     "a checkpoint saved in the background, small chunks": 39,
     "a checkpoint saved in the background, both on the host": 2,
 }

@@ -131,7 +131,8 @@ class HostBuffers:
 
     def owns(self, tensor: Tensor) -> bool:
         """True if `tensor` is a view of a buffer of this pool that is in use."""
-        return self._key(tensor) in self._in_use
+        with self._lock:  # threads of files acquire and release meanwhile
+            return self._key(tensor) in self._in_use
 
     def clear(self) -> None:
         """Frees the buffers that are not in use, and the memory allocated ahead with the last buffer in it."""

@@ -132,6 +132,19 @@ class CopyEvent:
         self.passed = True
 
 
+def test_a_pool_is_not_searched_while_another_thread_changes_it() -> None:
+    buffers, found = HostBuffers(1 << 20), []
+    search = threading.Thread(target=lambda: found.append(buffers.owns(first)))
+    first = buffers.acquire(1000)
+    assert first is not None
+    with buffers._lock:
+        search.start()
+        search.join(0.1)
+        assert found == []
+    search.join(time_limits.seconds(10))
+    assert found == [True]
+
+
 def test_buffers_are_cut_from_memory_that_is_allocated_ahead() -> None:
     """In any order of sizes, buffers in use do not overlap, and the pool allocates nothing after the start."""
     pages, chance = 24, random.Random(3)
