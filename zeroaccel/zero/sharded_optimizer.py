@@ -184,11 +184,13 @@ class ShardedOptimizer:
         optimizer, settings, kernels = self.optimizer, self.optimizer.param_groups[group], kernels_for(device)
         param = torch.zeros(2 * settings.get("heads", 1), 16, device=device)  # a matrix for each head
         grad, out = [torch.zeros(param.numel(), dtype=each, device=device) for each in (dtype, out_dtype)]
-        if isinstance(optimizer, ShardOptimizer):
-            optimizer.step_shard(settings, param, grad, grad_scale=1.0, out=out)
-        elif isinstance(optimizer, ManyStep) and kernels is not None:
-            optimizer.step_many(settings, [TensorStep(param, grad, out)], grad_scale=1.0, kernels=kernels)
-        optimizer.state.pop(param, None)
+        try:
+            if isinstance(optimizer, ShardOptimizer):
+                optimizer.step_shard(settings, param, grad, grad_scale=1.0, out=out)
+            elif isinstance(optimizer, ManyStep) and kernels is not None:
+                optimizer.step_many(settings, [TensorStep(param, grad, out)], grad_scale=1.0, kernels=kernels)
+        finally:
+            optimizer.state.pop(param, None)  # also of a kernel that does not compile: checkpoints have all states
 
     # -- updates that call the optimizer's own code; `weight_update.py` has the loop for native kernels
 

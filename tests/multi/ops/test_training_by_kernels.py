@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+import zeroaccel
 from tests.cuda_model.replacements import Replacements
 from tests.support.pool import Ranks
-from tests.support.training import ADAMW, Run, config, differences, train
+from tests.support.training import ADAMW, Run, Toy, config, differences, train
 from tests.unit.ops.kernels_on_host import HostRunner, host_kernels
 from zeroaccel.engine import Engine
+from zeroaccel.ops.cupy_kernels import KernelError
 from zeroaccel.ops.device_kernels import kernels_for
 from zeroaccel.ops.reductions import max_abs_into, square_sums_into
 from zeroaccel.ops.shard_step import Hyperparameters, ShardOptimizer
@@ -102,6 +104,20 @@ def test_kernels_are_loaded_before_the_first_step(own_job: None, optimizer: str,
         train(config(2, "bf16", accumulation, optimizer=rule, gradient_clipping=0.5), 2, before=before)
     assert {name for name, constants in runner.compiled if constants} >= {"max_abs", "square_sums"}
     assert {kind for kind in runner.compiled - loaded if kind[1]} == set()
+
+
+def test_a_kernel_that_does_not_load_leaves_no_state(own_job: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise KernelError("no space left")
+
+    engine, *_ = zeroaccel.initialize(Toy(), config=config(2))
+    optimizer = engine.sharded_optimizer
+    assert optimizer is not None
+    monkeypatch.setattr(ShardOptimizer, "_update_on_cpu", fail)
+    with pytest.raises(KernelError, match="no space left"):
+        optimizer._update_apart(torch.device("cpu"), 0, torch.float32, torch.float32)
+    assert engine.optimizer.state_dict()["state"] == {}
+    engine.destroy()
 
 
 def test_overflows_are_skipped_by_the_kernels(own_job: None) -> None:
